@@ -1,0 +1,59 @@
+"""Errors, by whose fault it is.
+
+    KVCommError                  everything a caller may want to catch
+    ├─ ConfigError               settings that cannot work; says which and what to write instead
+    │  ├─ ModelError             the model cannot be found, loaded or used; says how to get it
+    │  └─ NameTakenError         another live node has this name
+    ├─ UsageError                the caller broke the API's rules (empty prompt, closed agent, prompt longer than the context)
+    ├─ RemoteError               a peer's fault; never leaves the driver: it becomes a counter and a miss
+    │  └─ ViolationError         decodable but illegal
+    ├─ TransportError            our own sockets failed (port in use, cannot bind)
+    └─ CancelledByCaller         a generation was cancelled through its handle
+
+    InternalError                an invariant broke: our bug, please report it. Not a KVCommError.
+
+The wire's own `WireError` lives in `protocol.wire`, because the protocol imports nothing of ours. A miss is a value
+(`protocol.anchors.Miss`), not an error.
+"""
+
+from __future__ import annotations
+
+
+class KVCommError(Exception):
+    """Base of everything that is not our own bug. `str()` is one sentence for a person, naming the fix."""
+
+
+class ConfigError(KVCommError, ValueError):
+    """Settings that cannot work."""
+
+
+class ModelError(ConfigError):
+    """The model cannot be found, loaded or used."""
+
+
+class NameTakenError(ConfigError):
+    """Another live node already has this name."""
+
+
+class UsageError(KVCommError, ValueError):
+    """The caller broke the API's rules."""
+
+
+class RemoteError(KVCommError):
+    """A peer's fault."""
+
+
+class ViolationError(RemoteError):
+    """A peer sent something that decodes but is not allowed."""
+
+
+class TransportError(KVCommError, OSError):
+    """Our own sockets failed."""
+
+
+class CancelledByCaller(KVCommError):
+    """The generation was cancelled."""
+
+
+class InternalError(Exception):
+    """An invariant broke: a bug of ours."""

@@ -1,0 +1,49 @@
+"""What the rest of the project knows about a loaded model. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcomm_p2p.protocol.anchors import KVLayout
+from kvcomm_p2p.protocol.ids import ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryGeometry:
+    """How keys are rotated: the first 2 * len(inv_freq) of the D key dims, by angle position * inv_freq[i].
+
+    `interleaved` False: pairs (i, i + R/2) ("half", NeoX); True: pairs (2i, 2i + 1) (GPT-J). One geometry for all layers.
+    """
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured by `kvcomm_p2p.evaluation.quality` for one ModelId; ships as JSON or is absent (then: exact only).
+
+    `residual_max`: the guard rejects a reused run when the relative L2 difference between its recomputed head and the aligned
+    KV there (mean over layers >= 1, keys and values) is larger; set from the largest value seen among good runs.
+    `measured` says on what, when and with which result (KL, top-1), for people.
+    """
+
+    head_tokens: int
+    run_tokens_min: int
+    residual_max: float
+    measured: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Identity and shape. `share_refusal` non-empty: this model's KV cannot be exchanged at all, and why (dense only).
+    `rotary` None: exact prefix reuse only, `exact_only_reason` says why. `profile` None: exact only until measured."""
+
+    name: str
+    model_id: ModelId
+    layout: KVLayout
+    context_tokens_max: int
+    rotary: RotaryGeometry | None
+    exact_only_reason: str
+    share_refusal: str
+    profile: Profile | None

@@ -1,0 +1,148 @@
+"""The nouns of planning."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.protocol.anchors import AnchorMeta, Miss
+from kvcomm_p2p.protocol.ids import NodeId, SequenceId
+
+
+class Mode(str, enum.Enum):
+    """How much approximation a request allows."""
+
+    EXACT = "exact"
+    """Only KV that full prefill would have produced: exact prefixes."""
+    BALANCED = "balanced"
+    """Also repaired reuse of equal runs, if the model has a measured profile."""
+    DENSE = "dense"
+    """No reuse at all."""
+
+
+class SpanKind(str, enum.Enum):
+    EXACT = "exact"
+    """Donor KV at the same position behind the same exact prefix: copied as it is."""
+    CONTINUED = "continued"
+    """Our own non-exact KV at the same position behind the same tokens (an earlier turn): copied as it is."""
+    REUSE = "reuse"
+    """Donor KV from elsewhere: rotated to its new position."""
+    RECOMPUTE = "recompute"
+    """Computed from the token ids through all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Donor:
+    """Consecutive anchors of one sequence at one holder, with their token ids.
+
+    `start` is the position of `token_ids[0]` in the donor's sequence; `anchors` cover [start, start + len(token_ids)) without
+    gaps, ascending. `local`: the holder is this node. `hops`: the largest of its anchors. `same_prefix_until`: positions
+    [0, same_prefix_until) of the donor's sequence are known to equal the prompt's (from chain hashes), 0 if unknown.
+    """
+
+    holder: NodeId
+    local: bool
+    sequence_id: SequenceId
+    start: int
+    token_ids: npt.NDArray[np.uint32]
+    anchors: tuple[AnchorMeta, ...]
+    same_prefix_until: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def hops(self) -> int:
+        return max(anchor.hops for anchor in self.anchors)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A maximal stretch of equal tokens: prompt[prompt_start + i] == donor sequence position donor_start + i, 0 <= i < length."""
+
+    donor_start: int
+    prompt_start: int
+    length: int
+
+    @property
+    def prompt_end(self) -> int:
+        return self.prompt_start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part [start, end) of the prompt and how it is filled.
+
+    For EXACT, CONTINUED and REUSE, prompt position p comes from position p - start + donor_start of `donor`'s sequence.
+    `why` is one phrase for people ("head of a reused run", "no donor", "shorter than 64 tokens", ...).
+    """
+
+    start: int
+    end: int
+    kind: SpanKind
+    donor: Donor | None = None
+    donor_start: int = 0
+    why: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A run that was found but not used."""
+
+    start: int
+    end: int
+    holder: NodeId
+    miss: Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a prompt of `tokens` tokens is filled: spans are contiguous, ascending and cover [0, tokens).
+
+    The last prompt token is always recomputed (its logits are needed). `hops` of the KV after position p is the largest
+    donor hops + 1 of any REUSE span (or hops of a CONTINUED one) that starts at or before p; see `hops_at`.
+    """
+
+    tokens: int
+    mode: Mode
+    spans: tuple[Span, ...]
+    rejected: tuple[Rejected, ...]
+    dense_s: float
+    """Predicted seconds for recomputing everything."""
+    planned_s: float
+    """Predicted seconds for this plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseRules:
+    """What a model's profile allows. `approximate=False`: exact only, and `reason` says why and what to do."""
+
+    approximate: bool
+    reason: str
+    head_tokens: int = 32
+    run_tokens_min: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Measured constants of this machine and model (seconds, tokens, bytes). Refreshed online by `costs.CostTracker`.
+
+    Recomputing R tokens against C cached ones costs forward_s + R * token_s + R * C * attention_s.
+    Pulling B bytes costs pull_latency_s + B / pull_bytes_per_s; aligning B bytes costs B / align_bytes_per_s.
+    """
+
+    forward_s: float
+    token_s: float
+    attention_s: float
+    pull_latency_s: float
+    pull_bytes_per_s: float
+    align_bytes_per_s: float
+    token_bytes: int

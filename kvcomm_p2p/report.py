@@ -1,0 +1,82 @@
+"""What a prefill tells its caller: which tokens came from where, what was recomputed and why, what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """Tokens [start, end) of the prompt. `kind`: exact, continued, reuse or recompute. `source`: name of the agent that held
+    the KV ("" when recomputed, our own name for the local pool). `donor_start`: where it stood in the donor's sequence."""
+
+    start: int
+    end: int
+    kind: str
+    source: str = ""
+    donor_start: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MissReport:
+    """Something that was not reused. `what` names it for people, `reason` is a value of `MissReason`."""
+
+    what: str
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. `total_s` is the time from tokens to next-token logits (TTFT without tokenization and queueing, which
+    `tokenize_s` and `queue_s` state). Phases that overlap (pull with the first recompute) do not add up to the total."""
+
+    tokenize_s: float = 0.0
+    queue_s: float = 0.0
+    find_s: float = 0.0
+    plan_s: float = 0.0
+    pull_s: float = 0.0
+    align_s: float = 0.0
+    recompute_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """One per prefill. Token counts add up: prompt = exact + continued + reused + recomputed.
+
+    `slots`: slot name -> token ranges [start, end) of its content in the prompt. `fallback`: why a plan with reuse ended in
+    dense prefill ("" if it did not). `wait_lost_s`: seconds spent waiting for peers that did not deliver.
+    """
+
+    mode: str
+    prompt_tokens: int
+    exact_tokens: int
+    continued_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    pulled_bytes: int
+    pulled_tokens: int
+    spans: tuple[SpanReport, ...]
+    misses: tuple[MissReport, ...]
+    timings: Timings
+    wait_lost_s: float
+    residual: float | None = None
+    fallback: str = ""
+    slots: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, ready for JSON."""
+        return asdict(self)
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Agent name -> tokens that came from it."""
+        tokens: dict[str, int] = {}
+        for span in self.spans:
+            if span.source:
+                tokens[span.source] = tokens.get(span.source, 0) + span.end - span.start
+        return tokens

@@ -1,0 +1,301 @@
+"""What can happen to a node (events, past tense) and what it asks for (effects, imperative).
+
+A node never does I/O: `Node.handle(event, now)` returns effects, and whoever drives the node carries them out and reports
+back with further events. Bytes of KV never enter: handles do.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Union
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.messages import Message
+
+
+class Plane(enum.Enum):
+    """Which socket carries a message. Bulk replies go back on the connection that brought the request."""
+
+    CONTROL = "control"
+    BULK_REQUEST = "bulk_request"
+    BULK_REPLY = "bulk_reply"
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequested:
+    """Join through any of `seeds` (control addresses "host:port"). Answered by JoinFinished; retried until one answers."""
+
+    seeds: tuple[str, ...]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """Say goodbye to everybody. The driver stops after carrying out the returned effects."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerExpired:
+    """`next_deadline()` has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """An authenticated, decoded message."""
+
+    sender: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReceived:
+    """The header of a chunk of a pulled block; its `length` bytes of payload wait in the driver.
+
+    Answered by StoreChunk when the node asked for exactly these bytes; otherwise the driver drops the payload.
+    """
+
+    sender: NodeId
+    pull_id: int
+    ordinal: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """The transport knows that this peer cannot be reached (refused or closed connection, no route)."""
+
+    peer: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorsPublished:
+    """The store now holds these anchors. Duplicates of held anchors are dropped (their handles come back in DropBlock)."""
+
+    anchors: tuple[HeldAnchor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorsForgotten:
+    """Remove these anchors from the pool at once."""
+
+    anchor_ids: tuple[AnchorId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorsUsed:
+    """These held anchors were just read by the engine (recency and frequency for eviction)."""
+
+    anchor_ids: tuple[AnchorId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokensRequested:
+    """Bring token ids and block digests of one anchor of `holder`. Answered once by FinishTokens, by `deadline`."""
+
+    request_id: int
+    holder: NodeId
+    anchor: AnchorMeta
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One block to pull: its name, exact size, expected SHA-256 and the reserved handle to fill."""
+
+    key: BlockKey
+    kv_bytes: int
+    digest: bytes
+    handle: BlockHandle
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequested:
+    """Pull `wants` (in this order) from `holder`. Answered once by FinishFetch, by `deadline`.
+
+    A block that another fetch already has in flight is not asked for twice: this fetch waits for that one and reports the
+    other's handle.
+    """
+
+    fetch_id: int
+    holder: NodeId
+    wants: tuple[Want, ...]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCancelled:
+    """The caller lost interest. Still answered by FinishFetch (missing blocks: CANCELLED)."""
+
+    fetch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockVerified:
+    """Answer to VerifyBlock."""
+
+    handle: BlockHandle
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUnavailable:
+    """A SendBlock could not be carried out: the store no longer has the handle."""
+
+    to: NodeId
+    pull_id: int
+    ordinal: int
+
+
+Event = Union[
+    JoinRequested,
+    LeaveRequested,
+    TimerExpired,
+    MessageReceived,
+    ChunkReceived,
+    PeerUnreachable,
+    AnchorsPublished,
+    AnchorsForgotten,
+    AnchorsUsed,
+    TokensRequested,
+    FetchRequested,
+    FetchCancelled,
+    BlockVerified,
+    BlockUnavailable,
+]
+
+
+# -------------------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send without blocking; a full queue or a dead connection loses the message (the protocol expects loss).
+
+    `to` is None for a seed whose id is not known yet. `address` is the control address for Plane.CONTROL, the bulk address
+    for Plane.BULK_REQUEST, and empty for Plane.BULK_REPLY.
+    """
+
+    to: NodeId | None
+    address: str
+    message: Message
+    plane: Plane = Plane.CONTROL
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlock:
+    """Send the bytes of `handle` as chunks (each with a Chunk header) back to the peer that pulled."""
+
+    to: NodeId
+    pull_id: int
+    ordinal: int
+    handle: BlockHandle
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunk:
+    """Write the payload of the ChunkReceived being handled at `offset` of a reserved handle of `kv_bytes` bytes."""
+
+    handle: BlockHandle
+    offset: int
+    length: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBlock:
+    """Compare the SHA-256 of a complete block with `digest`; report BlockVerified."""
+
+    handle: BlockHandle
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropBlock:
+    """The node has no more use for this handle."""
+
+    handle: BlockHandle
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    key: BlockKey
+    handle: BlockHandle
+
+
+@dataclass(frozen=True, slots=True)
+class MissedBlock:
+    key: BlockKey
+    miss: Miss
+
+
+@dataclass(frozen=True, slots=True)
+class FinishFetch:
+    """Terminal answer to FetchRequested: each wanted block is in exactly one of the two lists, in the order wanted.
+
+    A verified block is handed to the caller, who owns `handle` from now on (the node keeps no reference).
+    `wait_lost_s`: seconds without progress before giving up (0 when nothing was lost).
+    """
+
+    fetch_id: int
+    found: tuple[FoundBlock, ...]
+    missed: tuple[MissedBlock, ...]
+    wait_lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorTokens:
+    """Token ids (uint32 [tokens], read-only) and one SHA-256 digest per block of an anchor, as its holder states them."""
+
+    anchor: AnchorMeta
+    holder: NodeId
+    token_ids: npt.NDArray[np.uint32]
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishTokens:
+    """Terminal answer to TokensRequested."""
+
+    request_id: int
+    result: AnchorTokens | Miss
+    wait_lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJoin:
+    """A seed answered (`peers` known now), refused us, or none answered before the deadline (the node goes on trying)."""
+
+    result: int | Miss
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPeer:
+    """For logs and status: `change` is one of joined, left, expired, returned, refused, violation, name_conflict."""
+
+    peer: NodeId
+    name: str
+    change: str
+    detail: str = ""
+
+
+Effect = Union[
+    SendMessage,
+    SendBlock,
+    StoreChunk,
+    VerifyBlock,
+    DropBlock,
+    FinishFetch,
+    FinishTokens,
+    FinishJoin,
+    ReportPeer,
+]
