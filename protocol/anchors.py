@@ -18,7 +18,8 @@ BLOCK_TOKENS = 32
 """Tokens per block. Blocks lie on the 32-grid of their sequence; the last of a sequence may be partial."""
 
 ANCHOR_TOKENS_MAX = 512
-"""Longest anchor that is published; longer sequences become several anchors that follow each other on the block grid."""
+"""Longest anchor that is published; longer sequences become several anchors that follow each other on the block grid.
+"""
 
 HOPS_PUBLISHED_MAX = 1
 """KV with more repairs behind it than this is never published."""
@@ -30,8 +31,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class KVLayout:
     """Shape of the KV of one token: the same for all layers.
 
-    A block of n tokens is `keys [L, H, n, key_dim]` followed by `values [L, H, n, value_dim]`, C-contiguous, in `dtype`,
-    keys as the model caches them (after rotary embedding, at the positions where they were computed).
+    A block of n tokens is `keys [L, H, n, key_dim]` followed by `values [L, H, n, value_dim]`, C-contiguous, in
+    `dtype`, keys as the model caches them (after rotary embedding, at the positions where they were computed).
     """
 
     layers: int
@@ -58,7 +59,9 @@ class Visibility(enum.IntEnum):
 
 
 class BlockHandle(NamedTuple):
-    """Where a block's bytes are: opaque to the protocol. A recycled slot gets a new generation, so a stale handle is noticed."""
+    """Where a block's bytes are: opaque to the protocol. A recycled slot gets a new generation, so a stale handle is
+    noticed.
+    """
 
     store: int
     slot: int
@@ -77,11 +80,11 @@ class AnchorMeta:
     """What gossip spreads about one anchor: about 150 bytes for 512 tokens. Never holds tokens or KV.
 
     `start` and `end` are positions in the sequence in which the KV was computed; `start` lies on the block grid.
-    `chain_end` is the chain hash at `end`, empty unless every token of [0, end) is exact (`hops == 0`) and `end` lies on the
-    block grid: chain hashes are advertised for wholly exact prefixes only.
-    `fingerprints` are the winnowed 32-bit keyed fingerprints whose k-gram begins inside [start, end), ascending, as
-    little-endian u32 bytes. `hops` counts repairs behind this KV: 0 exact, 1 repaired once.
-    `group` is the 8-byte keyed tag of the group for `Visibility.GROUP`, otherwise empty.
+    `chain_end` is the chain hash at `end`, empty unless every token of [0, end) is exact (`hops == 0`) and `end` lies
+    on the block grid: chain hashes are advertised for wholly exact prefixes only. `fingerprints` are the winnowed
+    32-bit keyed fingerprints whose k-gram begins inside [start, end), ascending, as little-endian u32 bytes. `hops`
+    counts repairs behind this KV: 0 exact, 1 repaired once. `group` is the 8-byte keyed tag of the group for
+    `Visibility.GROUP`, otherwise empty.
     """
 
     anchor_id: AnchorId

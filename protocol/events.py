@@ -1,7 +1,7 @@
 """What can happen to a node (events, past tense) and what it asks for (effects, imperative).
 
-A node never does I/O: `Node.handle(event, now)` returns effects, and whoever drives the node carries them out and reports
-back with further events. Bytes of KV never enter: handles do.
+A node never does I/O: `Node.handle(event, now)` returns effects, and whoever drives the node carries them out and
+reports back with further events. Bytes of KV never enter: handles do.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Want:
 class FetchRequested:
     """Pull `wants` (in this order) from `holder`. Answered once by FinishFetch, by `deadline`.
 
-    A block that another fetch already has in flight is not asked for twice: this fetch waits for that one and reports the
-    other's handle.
+    A block that another fetch already has in flight is not asked for twice: this fetch waits for that one and reports
+    the other's handle.
     """
 
     fetch_id: int
@@ -180,8 +180,8 @@ Event = Union[
 class SendMessage:
     """Send without blocking; a full queue or a dead connection loses the message (the protocol expects loss).
 
-    `to` is None for a seed whose id is not known yet. `address` is the control address for Plane.CONTROL, the bulk address
-    for Plane.BULK_REQUEST, and empty for Plane.BULK_REPLY.
+    `to` is None for a seed whose id is not known yet. `address` is the control address for Plane.CONTROL, the bulk
+    address for Plane.BULK_REQUEST, and empty for Plane.BULK_REPLY.
     """
 
     to: NodeId | None

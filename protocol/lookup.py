@@ -13,7 +13,9 @@ from kvcomm_p2p.protocol.ids import ChainHash, ModelId, NodeId
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a prompt asks: its chain hash at every block boundary (ascending), and its winnowed fingerprints (uint32, unique)."""
+    """What a prompt asks: its chain hash at every block boundary (ascending), and its winnowed fingerprints (uint32,
+    unique).
+    """
 
     model_id: ModelId
     chains: tuple[ChainHash, ...]
@@ -25,8 +27,9 @@ class Lookup:
 class AnchorHit:
     """An anchor that shares something with the prompt. `holder` may be the node itself.
 
-    `prefix_tokens` > 0: the anchor's `chain_end` equals the prompt's chain hash there, so its first `prefix_tokens` = `end`
-    tokens equal the prompt's (and were computed exactly). `matches`: number of the prompt's fingerprints it contains.
+    `prefix_tokens` > 0: the anchor's `chain_end` equals the prompt's chain hash there, so its first `prefix_tokens` =
+    `end` tokens equal the prompt's (and were computed exactly). `matches`: number of the prompt's fingerprints it
+    contains.
     """
 
     meta: AnchorMeta
@@ -37,10 +40,11 @@ class AnchorHit:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Hits, best first (prefix_tokens, then matches, then own before peers, then ids), with the neighbours of every hit in
-    the same sequence and holder (matches 0), since an equal run may reach into them.
+    """Hits, best first (prefix_tokens, then matches, then own before peers, then ids), with the neighbours of every hit
+    in the same sequence and holder (matches 0), since an equal run may reach into them.
 
-    `miss` says why there is nothing at all: NOT_FOUND, or MODEL_MISMATCH when only anchors of other models would have been hit.
+    `miss` says why there is nothing at all: NOT_FOUND, or MODEL_MISMATCH when only anchors of other models would have
+    been hit.
     """
 
     hits: tuple[AnchorHit, ...]

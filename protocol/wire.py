@@ -1,0 +1,90 @@
+"""Messages to bytes and back.
+
+A frame is `MAGIC` (2 bytes), the version (1 byte), the sender's node id (16 bytes), and one MessagePack array: the
+message's tag and fields. Numbers, lengths and counts are limited while parsing and checked again against the types in
+`messages`. Authentication is not here: the driver seals frames before they leave and opens them before they come in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+import msgspec
+
+from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
+from kvcomm_p2p.protocol.messages import DELTA_ENTRIES_MAX, DIGEST_ENTRIES_MAX, PROTOCOL_VERSION, Message
+
+MAGIC = b"kV"
+HEADER_BYTES = len(MAGIC) + 1 + NODE_ID_BYTES
+
+CONTROL_FRAME_BYTES_MAX = 256 * 1024
+"""Longest frame (header included) that `encode` makes and `decode` accepts."""
+
+CHUNK_BYTES_MAX = 4 * 1024 * 1024
+"""Longest payload that follows a Chunk header. The holder's driver splits blocks into pieces of at most this size."""
+
+_ARRAY_LEN_MAX = max(DELTA_ENTRIES_MAX, DIGEST_ENTRIES_MAX)
+_TEXT_BYTES_MAX = 4096
+
+
+class WireError(ValueError):
+    """The bytes are not a frame that we understand. `str()` says why; nothing else is raised for bad input."""
+
+
+def encode(sender: NodeId, message: Message) -> bytes:
+    """The frame of `message`. Raises WireError if it would be longer than CONTROL_FRAME_BYTES_MAX (our own mistake)."""
+    if len(sender) != NODE_ID_BYTES:
+        raise WireError(f"sender has {len(sender)} bytes instead of {NODE_ID_BYTES}")
+    frame = b"".join((MAGIC, bytes((PROTOCOL_VERSION,)), sender, pack(message)))
+    if len(frame) > CONTROL_FRAME_BYTES_MAX:
+        raise WireError(f"frame of {len(frame)} bytes is longer than {CONTROL_FRAME_BYTES_MAX}")
+    return frame
+
+
+def pack(value: msgspec.Struct | Message) -> bytes:
+    """MessagePack bytes of a message or of a part of one (to measure parts before they are put together)."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)), use_bin_type=True)
+    return packed
+
+
+def decode(frame: bytes | memoryview) -> tuple[NodeId, Message]:
+    """Who sent it and what. Raises WireError for anything that is not a valid frame; nothing else."""
+    if len(frame) > CONTROL_FRAME_BYTES_MAX:
+        raise WireError(f"frame of {len(frame)} bytes is longer than {CONTROL_FRAME_BYTES_MAX}")
+    raw = bytes(frame)
+    if len(raw) < HEADER_BYTES or raw[: len(MAGIC)] != MAGIC:
+        raise WireError("not a frame of this protocol")
+    version = raw[len(MAGIC)]
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"frame of protocol version {version}; this node speaks version {PROTOCOL_VERSION}")
+    sender = NodeId(raw[len(MAGIC) + 1 : HEADER_BYTES])
+    return sender, _message(_unpack(raw[HEADER_BYTES:]))
+
+
+def _unpack(body: bytes) -> Any:
+    try:
+        return msgpack.unpackb(
+            body,
+            raw=False,
+            use_list=False,
+            max_str_len=_TEXT_BYTES_MAX,
+            max_bin_len=_TEXT_BYTES_MAX,
+            max_array_len=_ARRAY_LEN_MAX,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not MessagePack as expected: {error!s:.160}") from None
+
+
+def _message(fields: Any) -> Message:
+    try:
+        message: Message = msgspec.convert(fields, type=Message, strict=True, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise WireError(f"not a valid message: {error!s:.200}") from None
+    retry_after_s = getattr(message, "retry_after_s", 0.0)
+    if not math.isfinite(retry_after_s):
+        raise WireError("retry_after_s is not a number")
+    return message
