@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Row:
     """One measured figure. A row without a measurement does not exist.
 
-    `value` in `unit` is the median (or mean, as `metric` says) of `n` measurements; `ci95` its confidence interval [low, high].
-    `baseline` is the same metric of what we compare with, in the same unit and measured in the same run; `ratio` says how
-    much better than the baseline we are (for times baseline / value, so that larger is better).
+    `value` in `unit` is the median (or mean, as `metric` says) of `n` measurements; `ci95` is its confidence interval
+    [low, high]. `baseline` is the same metric of what we compare with, in the same unit and measured in the same run;
+    `ratio` says how much better than the baseline we are (for times baseline / value, so that larger is better).
     """
 
     case: str

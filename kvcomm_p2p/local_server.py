@@ -1,0 +1,263 @@
+"""The server side of the local API (see `kvcomm_p2p.local_api` for the protocol)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcomm_p2p.errors import KVCommError, TransportError, UsageError
+from kvcomm_p2p.local_api import REQUEST_BYTES_MAX
+from kvcomm_p2p.local_names import NameClaim, claim_name
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.agent import Agent, Reply
+    from kvcomm_p2p.model.decoding import Sampling
+
+REQUEST_WAIT_S = 5.0
+COMPARE_TOKENS_DEFAULT = 32
+
+_log = logging.getLogger(__name__)
+
+
+class LocalServer:
+    """Serves one agent. `system` (if any) becomes the system message of asked messages that have none.
+
+    `claim()` first: it costs nothing and fails early. Then start the agent, then `start()`.
+    """
+
+    def __init__(self, agent: Agent, directory: Path, *, system: str = "") -> None:
+        self._agent = agent
+        self._directory = directory
+        self._system = system
+        self._claim: NameClaim | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._stop_requested = asyncio.Event()
+
+    def claim(self) -> None:
+        """Takes the agent's name on this machine. Raises NameTakenError, ConfigError."""
+        if self._claim is None:
+            self._claim = claim_name(self._directory, self._agent.name)
+
+    async def start(self) -> None:
+        """Listens. Raises what `claim` raises, and TransportError if the socket cannot be made."""
+        self.claim()
+        assert self._claim is not None
+        path = self._claim.socket
+        try:
+            self._server = await asyncio.start_unix_server(self._connected, path, limit=REQUEST_BYTES_MAX)
+            path.chmod(0o600)
+        except OSError as error:
+            self._claim.release()
+            raise TransportError(f"cannot listen on {path} ({error.strerror}): check KVCOMM_RUNTIME_DIR") from error
+
+    async def wait_stop_requested(self) -> None:
+        """Returns once somebody sent `stop`."""
+        await self._stop_requested.wait()
+
+    async def close(self) -> None:
+        """Cancels what is in flight, stops listening and gives the name back. Calling it again does nothing."""
+        if self._server is not None:
+            self._server.close()
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            self._server = None
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if _peer_uid(writer) == os.geteuid():
+                await self._answer(reader, writer)
+            else:
+                _log.warning("refused a local connection of another user")
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the caller went away, or the node is closing: nobody is left to tell
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = await _read_request(reader)
+            work = asyncio.create_task(self._run(request, writer))
+            gone = asyncio.create_task(_until_closed(reader))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+                if not work.done():
+                    work.cancel()
+            await work
+        except KVCommError as error:
+            await _send(writer, {"event": "error", "kind": type(error).__name__, "message": str(error)})
+        except ConnectionError:
+            raise
+        except Exception as error:
+            _log.exception("a local request failed")
+            message = f"{type(error).__name__}: {error} (the node's log has the traceback)"
+            await _send(writer, {"event": "error", "kind": "InternalError", "message": message})
+
+    async def _run(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        op = request.get("op")
+        if op == "ask":
+            await self._ask(request, writer)
+        elif op == "status":
+            await _send(writer, {"event": "done", "status": self._agent.status().as_dict()})
+        elif op == "compare":
+            await self._compare(request, writer)
+        elif op == "stop":
+            await _send(writer, {"event": "done"})
+            self._stop_requested.set()
+        else:
+            raise UsageError(f"unknown op {op!r}: use ask, status, compare or stop")
+
+    async def _ask(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        stream = self._agent.stream(
+            self._prompt(request),
+            slots=_slots(request),
+            mode=_mode(request),
+            sampling=_sampling(request),
+        )
+        try:
+            async for piece in stream:
+                if isinstance(piece, str):
+                    await _send(writer, {"event": "text", "text": piece})
+                else:
+                    await _send(writer, {"event": "done", "reply": reply_as_dict(piece)})
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _compare(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        from kvcomm_p2p.evaluation.compare import compare
+
+        tokens = request.get("tokens", COMPARE_TOKENS_DEFAULT)
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise UsageError(f"`tokens` must be a whole number from 1, not {tokens!r}")
+        comparison = await compare(self._agent, self._prompt(request), _slots(request), tokens)
+        await _send(writer, {"event": "done", "comparison": comparison})
+
+    def _prompt(self, request: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        prompt = request.get("prompt")
+        if isinstance(prompt, str):
+            if not self._system:
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+            raise UsageError('`prompt` must be a text or a list of {"role": text, "content": text}')
+        if self._system and not any(message["role"] == "system" for message in prompt):
+            return [{"role": "system", "content": self._system}, *prompt]
+        return prompt
+
+
+def reply_as_dict(reply: Reply) -> dict[str, Any]:
+    """A reply in plain types, ready for JSON."""
+    return {
+        "text": reply.text,
+        "finish_reason": reply.finish_reason,
+        "ttft_s": reply.ttft_s,
+        "total_s": reply.total_s,
+        "report": reply.report.as_dict(),
+    }
+
+
+async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
+    try:
+        line = await asyncio.wait_for(reader.readline(), REQUEST_WAIT_S)
+    except ValueError as error:
+        raise UsageError(f"a request may have at most {REQUEST_BYTES_MAX:,} bytes: shorten it") from error
+    except (TimeoutError, asyncio.TimeoutError) as error:
+        raise UsageError(f"no request within {REQUEST_WAIT_S:g} s: send one JSON object and a newline") from error
+    try:
+        body = json.loads(line)
+    except ValueError as error:
+        raise UsageError("the request is not JSON: send one JSON object and a newline") from error
+    if not isinstance(body, dict):
+        raise UsageError("the request is not a JSON object")
+    return body
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    with suppress(ConnectionError):
+        while await reader.read(4096):
+            pass
+
+
+async def _send(writer: asyncio.StreamWriter, event: Mapping[str, Any]) -> None:
+    writer.write(json.dumps(event, ensure_ascii=False, default=_plain).encode() + b"\n")
+    await writer.drain()
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and NumPy scalars, for JSON. Raises TypeError for anything else."""
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if hasattr(value, "__dataclass_fields__"):
+        return asdict(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _peer_uid(writer: asyncio.StreamWriter) -> int:
+    connection = writer.get_extra_info("socket")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _pid, uid, _gid = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )
+
+
+def _slots(request: Mapping[str, Any]) -> dict[str, str] | None:
+    slots = request.get("slots")
+    if slots is None:
+        return None
+    if not isinstance(slots, dict) or not all(isinstance(text, str) for text in slots.values()):
+        raise UsageError("`slots` must map names to texts")
+    return slots or None
+
+
+def _mode(request: Mapping[str, Any]) -> str:
+    mode = request.get("mode", "balanced")
+    if not isinstance(mode, str):
+        raise UsageError(f"`mode` must be a text, not {mode!r}")
+    return mode
+
+
+def _sampling(request: Mapping[str, Any]) -> Sampling | None:
+    fields = request.get("sampling")
+    if fields is None:
+        return None
+    from kvcomm_p2p.model.decoding import Sampling
+
+    if not isinstance(fields, dict):
+        raise UsageError("`sampling` must be an object")
+    unknown = sorted(set(fields) - set(Sampling.__dataclass_fields__))
+    if unknown:
+        raise UsageError(
+            f"unknown sampling parameter {unknown[0]!r}: use {', '.join(sorted(Sampling.__dataclass_fields__))}"
+        )
+    try:
+        return Sampling(**fields)
+    except TypeError as error:
+        raise UsageError(f"sampling parameters of a wrong type: {error}") from error
