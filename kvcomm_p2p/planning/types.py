@@ -38,9 +38,10 @@ class SpanKind(str, enum.Enum):
 class Donor:
     """Consecutive anchors of one sequence at one holder, with their token ids.
 
-    `start` is the position of `token_ids[0]` in the donor's sequence; `anchors` cover [start, start + len(token_ids)) without
-    gaps, ascending. `local`: the holder is this node. `hops`: the largest of its anchors. `same_prefix_until`: positions
-    [0, same_prefix_until) of the donor's sequence are known to equal the prompt's (from chain hashes), 0 if unknown.
+    `start` is the position of `token_ids[0]` in the donor's sequence; `anchors` cover [start, start + len(token_ids))
+    without gaps, ascending. `local`: the holder is this node. `hops`: the largest of its anchors. `same_prefix_until`:
+    positions [0, same_prefix_until) of the donor's sequence are known to equal the prompt's (from chain hashes), 0 if
+    unknown.
     """
 
     holder: NodeId
@@ -57,12 +58,15 @@ class Donor:
 
     @property
     def hops(self) -> int:
-        return max(anchor.hops for anchor in self.anchors)
+        hops: int = max(anchor.hops for anchor in self.anchors)
+        return hops
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A maximal stretch of equal tokens: prompt[prompt_start + i] == donor sequence position donor_start + i, 0 <= i < length."""
+    """A maximal stretch of equal tokens: prompt position prompt_start + i equals donor sequence position donor_start + i,
+    for 0 <= i < length.
+    """
 
     donor_start: int
     prompt_start: int
