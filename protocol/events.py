@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
-from kvcomm_p2p.protocol.messages import Message
+from kvcomm_p2p.protocol.messages import Message, RefusedReason
 
 
 class Plane(enum.Enum):
@@ -221,7 +221,21 @@ class VerifyBlock:
 
 @dataclass(frozen=True, slots=True)
 class DropBlock:
-    """The node has no more use for this handle."""
+    """The node gives up one reference to this handle and will not name it again for the same purpose.
+
+    May come while a VerifyBlock of the handle is still running; its BlockVerified is then ignored.
+    """
+
+    handle: BlockHandle
+
+
+@dataclass(frozen=True, slots=True)
+class RetainBlock:
+    """This verified handle got one more owner: take one more reference to it.
+
+    A second fetch that waited for the same block will report the same handle, and each caller lets go of its own reference
+    when it likes. Emitted when the block is verified, before any FinishFetch that names the handle.
+    """
 
     handle: BlockHandle
 
@@ -242,7 +256,9 @@ class MissedBlock:
 class FinishFetch:
     """Terminal answer to FetchRequested: each wanted block is in exactly one of the two lists, in the order wanted.
 
-    A verified block is handed to the caller, who owns `handle` from now on (the node keeps no reference).
+    A verified block is handed to the caller, who owns one reference to `handle` from now on (the node keeps none). When two
+    fetches share a block, both report the handle that the first reserved, and a RetainBlock for the second owner was emitted
+    before; the handle that the second reserved comes back in DropBlock. Handles of missed blocks come back in DropBlock.
     `wait_lost_s`: seconds without progress before giving up (0 when nothing was lost).
     """
 
@@ -273,9 +289,13 @@ class FinishTokens:
 
 @dataclass(frozen=True, slots=True)
 class FinishJoin:
-    """A seed answered (`peers` known now), refused us, or none answered before the deadline (the node goes on trying)."""
+    """A seed answered (`result`: peers known now), refused us, or none answered before the deadline (the node goes on).
+
+    `refused` is set when a seed turned us down; the node stops asking then.
+    """
 
     result: int | Miss
+    refused: RefusedReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +314,7 @@ Effect = Union[
     StoreChunk,
     VerifyBlock,
     DropBlock,
+    RetainBlock,
     FinishFetch,
     FinishTokens,
     FinishJoin,

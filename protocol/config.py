@@ -1,0 +1,134 @@
+"""What can be set on a node. Every field says its unit and what a larger value does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from kvcomm_p2p.protocol.errors import SettingsError
+from kvcomm_p2p.protocol.messages import CLUSTER_ID_BYTES, COUNTER_MAX, RETRY_AFTER_S_MAX
+
+MIB = 1024 * 1024
+
+PEERS_MAX_MAX = 2048
+DELTA_BYTES_MAX_MAX = 128 * 1024
+"""Digests of PEERS_MAX_MAX peers and a delta of this size still fit in one control frame together."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Settings of one node. Raises SettingsError naming every problem at once.
+
+    The waits for a peer that does not deliver (`tokens_timeout_s`, `pull_stall_timeout_s`) bound what one frozen peer can
+    cost a request: after either, the peer sits in the penalty box and is not waited for again.
+    """
+
+    cluster_id: bytes = bytes(CLUSTER_ID_BYTES)
+    """16 bytes; nodes of different clusters refuse each other."""
+
+    gossip_interval_s: float = 0.2
+    """Seconds between gossip rounds (and heartbeats). Larger: less traffic, later news."""
+
+    peer_timeout_s: float = 6.0
+    """Seconds without a new heartbeat until a peer counts as expired. Larger: dead peers linger; smaller: peers whose
+    heartbeats are late (busy machine, lost frames) are taken for dead."""
+
+    forget_after_s: float = 600.0
+    """Seconds that an expired or departed peer is remembered. Larger: a longer memory for who must not be resurrected."""
+
+    recontact_s: float = 30.0
+    """Mean seconds between attempts to reach a seed or an expired peer. Larger: partitions merge later."""
+
+    join_retry_s: float = 0.25
+    """Seconds until an unanswered Hello is first repeated (then twice as long each time, up to 5 s)."""
+
+    delta_bytes_max: int = DELTA_BYTES_MAX_MAX
+    """Bytes of log entries per gossip message. Larger: a newcomer catches up in fewer rounds, but bursts are bigger."""
+
+    tombstone_s: float = 60.0
+    """Seconds that a deletion is told. A peer that was away longer gets a fresh snapshot. Larger: more memory."""
+
+    tokens_timeout_s: float = 0.1
+    """Seconds to wait for token ids. Larger: a frozen peer costs a request more."""
+
+    pull_stall_timeout_s: float = 0.2
+    """Seconds without progress until a pull is given up. Larger: a frozen peer costs a request more."""
+
+    uploads_max: int = 4
+    """Pulls served at a time; more are told BUSY. Larger: each gets less bandwidth."""
+
+    upload_lease_s: float = 5.0
+    """Seconds without credit until a puller is taken to have gone. Larger: silent pullers hold slots and blocks longer."""
+
+    busy_retry_s: float = 0.04
+    """Seconds after which a puller that was told BUSY should ask again. Larger: fewer questions, later answers."""
+
+    credit_bytes: int = 16 * MIB
+    """Bytes of one pull that may be on the way. Larger: better use of slow links, more memory at both ends."""
+
+    pulls_per_peer_max: int = 2
+    """Own pulls in flight to one holder; more wait their turn. Larger: one node can take more of a holder's slots."""
+
+    pool_bytes_max: int = 1024 * MIB
+    """Bytes of KV held. Larger: more is found, more memory is used."""
+
+    pool_anchors_max: int = 5000
+    """Anchors held. Larger: more is found, more gossip."""
+
+    peers_max: int = 1024
+    """Peers remembered, whatever their state. More are turned down."""
+
+    anchors_per_peer_max: int = 5000
+    """Anchors remembered per peer. A peer that announces more is followed no further."""
+
+    directory_anchors_max: int = 200_000
+    """Anchors of peers remembered in all. Past it, peers with news are followed no further until others leave."""
+
+    penalty_first_s: float = 1.0
+    """Seconds that a peer is not asked after it failed to deliver; doubles each time in a row."""
+
+    penalty_max_s: float = 30.0
+    """Longest penalty. Larger: peers that recovered are used later."""
+
+    def __post_init__(self) -> None:
+        problems = self._bad_numbers()
+        if all(isinstance(getattr(self, field.name), int | float | bytes) for field in fields(self)):
+            problems += self._bad_relations()
+        if problems:
+            raise SettingsError(tuple(problems))
+
+    def _bad_numbers(self) -> list[str]:
+        problems: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "cluster_id":
+                if not isinstance(value, bytes) or len(value) != CLUSTER_ID_BYTES:
+                    problems.append(f"cluster_id must be {CLUSTER_ID_BYTES} bytes")
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                problems.append(f"{field.name} must be a number, not {value!r}")
+            elif not (math.isfinite(value) and 0 < value <= COUNTER_MAX):
+                problems.append(f"{field.name} must be above 0 and finite, not {value}")
+            elif not field.name.endswith("_s") and not isinstance(value, int):
+                problems.append(f"{field.name} must be a whole number, not {value}")
+        return problems
+
+    def _bad_relations(self) -> list[str]:
+        checks = (
+            ("peer_timeout_s", ">=", 5 * self.gossip_interval_s, "5 gossip intervals, or live peers would expire"),
+            ("forget_after_s", ">=", self.peer_timeout_s, "peer_timeout_s, or old news would resurrect peers"),
+            ("tombstone_s", ">=", 5 * self.gossip_interval_s, "5 gossip intervals, or deletions would not arrive"),
+            ("upload_lease_s", ">=", self.pull_stall_timeout_s, "pull_stall_timeout_s"),
+            ("penalty_max_s", ">=", self.penalty_first_s, "penalty_first_s"),
+            ("anchors_per_peer_max", ">=", self.pool_anchors_max, "pool_anchors_max, since peers have the same limits"),
+            ("directory_anchors_max", ">=", self.anchors_per_peer_max, "anchors_per_peer_max"),
+            ("delta_bytes_max", ">=", 4096, "4096, room for the largest anchor"),
+            ("delta_bytes_max", "<=", DELTA_BYTES_MAX_MAX, f"{DELTA_BYTES_MAX_MAX}, or a frame would be too long"),
+            ("peers_max", "<=", PEERS_MAX_MAX, f"{PEERS_MAX_MAX}, or a digest would be too long"),
+            ("busy_retry_s", "<=", RETRY_AFTER_S_MAX, f"{RETRY_AFTER_S_MAX}"),
+        )
+        problems: list[str] = []
+        for name, relation, limit, why in checks:
+            value = getattr(self, name)
+            if not (value >= limit if relation == ">=" else value <= limit):
+                problems.append(f"{name} ({value}) must be {'at least' if relation == '>=' else 'at most'} {why}")
+        return problems
