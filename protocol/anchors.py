@@ -72,7 +72,7 @@ class BlockKey(NamedTuple):
     """Names a block anywhere in the cluster: block `index` (0-based, within the anchor) of an anchor."""
 
     anchor_id: AnchorId
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 @dataclass(frozen=True, slots=True)

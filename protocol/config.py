@@ -19,8 +19,8 @@ DELTA_BYTES_MAX_MAX = 128 * 1024
 class NodeConfig:
     """Settings of one node. Raises SettingsError naming every problem at once.
 
-    The waits for a peer that does not deliver (`tokens_timeout_s`, `pull_stall_timeout_s`) bound what one frozen peer can
-    cost a request: after either, the peer sits in the penalty box and is not waited for again.
+    The waits for a peer that does not deliver (`tokens_timeout_s`, `pull_stall_timeout_s`) bound what one frozen peer
+    can cost a request: after either, the peer sits in the penalty box and is not waited for again.
     """
 
     cluster_id: bytes = bytes(CLUSTER_ID_BYTES)
@@ -34,7 +34,8 @@ class NodeConfig:
     heartbeats are late (busy machine, lost frames) are taken for dead."""
 
     forget_after_s: float = 600.0
-    """Seconds that an expired or departed peer is remembered. Larger: a longer memory for who must not be resurrected."""
+    """Seconds that an expired or departed peer is remembered. Larger: a longer memory for who must not be
+    resurrected."""
 
     recontact_s: float = 30.0
     """Mean seconds between attempts to reach a seed or an expired peer. Larger: partitions merge later."""
@@ -58,7 +59,8 @@ class NodeConfig:
     """Pulls served at a time; more are told BUSY. Larger: each gets less bandwidth."""
 
     upload_lease_s: float = 5.0
-    """Seconds without credit until a puller is taken to have gone. Larger: silent pullers hold slots and blocks longer."""
+    """Seconds without credit until a puller is taken to have gone. Larger: silent pullers hold slots and blocks
+    longer."""
 
     busy_retry_s: float = 0.04
     """Seconds after which a puller that was told BUSY should ask again. Larger: fewer questions, later answers."""

@@ -31,7 +31,8 @@ class Plane(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class JoinRequested:
-    """Join through any of `seeds` (control addresses "host:port"). Answered by JoinFinished; retried until one answers."""
+    """Join through any of `seeds` (control addresses "host:port"). Answered by JoinFinished; retried until one
+    answers."""
 
     seeds: tuple[str, ...]
     deadline: float
@@ -78,7 +79,8 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class AnchorsPublished:
-    """The store now holds these anchors. Duplicates of held anchors are dropped (their handles come back in DropBlock)."""
+    """The store now holds these anchors. Duplicates of held anchors are dropped (their handles come back in
+    DropBlock)."""
 
     anchors: tuple[HeldAnchor, ...]
 
@@ -233,8 +235,8 @@ class DropBlock:
 class RetainBlock:
     """This verified handle got one more owner: take one more reference to it.
 
-    A second fetch that waited for the same block will report the same handle, and each caller lets go of its own reference
-    when it likes. Emitted when the block is verified, before any FinishFetch that names the handle.
+    A second fetch that waited for the same block will report the same handle, and each caller lets go of its own
+    reference when it likes. Emitted when the block is verified, before any FinishFetch that names the handle.
     """
 
     handle: BlockHandle
@@ -256,10 +258,10 @@ class MissedBlock:
 class FinishFetch:
     """Terminal answer to FetchRequested: each wanted block is in exactly one of the two lists, in the order wanted.
 
-    A verified block is handed to the caller, who owns one reference to `handle` from now on (the node keeps none). When two
-    fetches share a block, both report the handle that the first reserved, and a RetainBlock for the second owner was emitted
-    before; the handle that the second reserved comes back in DropBlock. Handles of missed blocks come back in DropBlock.
-    `wait_lost_s`: seconds without progress before giving up (0 when nothing was lost).
+    A verified block is handed to the caller, who owns one reference to `handle` from now on (the node keeps none). When
+    two fetches share a block, both report the handle that the first reserved, and a RetainBlock for the second owner
+    was emitted before; the handle that the second reserved comes back in DropBlock. Handles of missed blocks come back
+    in DropBlock. `wait_lost_s`: seconds without progress before giving up (0 when nothing was lost).
     """
 
     fetch_id: int
@@ -270,7 +272,8 @@ class FinishFetch:
 
 @dataclass(frozen=True, slots=True)
 class AnchorTokens:
-    """Token ids (uint32 [tokens], read-only) and one SHA-256 digest per block of an anchor, as its holder states them."""
+    """Token ids (uint32 [tokens], read-only) and one SHA-256 digest per block of an anchor, as its holder states
+    them."""
 
     anchor: AnchorMeta
     holder: NodeId

@@ -151,16 +151,16 @@ class Bye(Struct, frozen=True, array_like=True, tag=4):
 
 
 class DigestEntry(Struct, frozen=True, array_like=True):
-    """What the sender knows of one origin: its log up to `max_seq`, in which deletions up to `gc_floor` are forgotten."""
+    """What the sender knows of one origin: its log up to `max_seq`, in which deletions up to `gc_floor` are forgotten.
+
+    `gc_floor` is above `max_seq` while a snapshot taken above it is still arriving.
+    """
 
     node_id: _NodeId
     epoch: _Counter
     heartbeat: _Counter
     max_seq: _Counter
     gc_floor: _Counter
-
-    def __post_init__(self) -> None:
-        _require(self.gc_floor <= self.max_seq, "gc_floor is above max_seq")
 
 
 class Put(Struct, frozen=True, array_like=True, tag=1):

@@ -1,0 +1,196 @@
+"""The index: which anchors share a prefix or fingerprints with a prompt, and who holds them.
+
+One row per (holder, anchor). Fingerprints of all rows lie in one sorted array with the row of each beside it, and a
+small unsorted tail that is merged in when it has grown; rows that died are skipped until the next merge takes them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.protocol.anchors import AnchorMeta, MissReason
+from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId, SequenceId
+from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
+
+TAIL_MIN = 4096
+"""Fingerprints that may wait unsorted, whatever the size of the sorted part (otherwise an eighth of it)."""
+
+ROWS_PER_KEY_MAX = 1024
+"""Rows looked at per chain hash or fingerprint: a hostile peer that claims one everywhere cannot make lookups slow."""
+
+HOLDERS_PER_ANCHOR_MAX = 4
+"""Hits per anchor, so that one that everybody holds does not crowd out the others."""
+
+_U32 = npt.NDArray[np.uint32]
+_Rows = npt.NDArray[np.int64]
+_Key = TypeVar("_Key")
+
+
+class _Row(NamedTuple):
+    holder: NodeId
+    meta: AnchorMeta
+
+
+class Directory:
+    """Anchors of this node (`me`) and of its peers."""
+
+    def __init__(self, me: NodeId) -> None:
+        self._me = me
+        self._rows: dict[int, _Row] = {}
+        self._next_row = 0
+        self._of_holder: dict[NodeId, dict[AnchorId, int]] = {}
+        self._of_chain: dict[ChainHash, dict[int, None]] = {}
+        self._of_sequence: dict[tuple[NodeId, SequenceId], dict[int, None]] = {}
+        self._values: _U32 = np.empty(0, np.uint32)
+        self._value_rows: _Rows = np.empty(0, np.int64)
+        self._tail: list[tuple[_U32, int]] = []
+        self._tail_size = 0
+        self._dead_size = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def count(self, holder: NodeId) -> int:
+        return len(self._of_holder.get(holder, ()))
+
+    def add(self, holder: NodeId, meta: AnchorMeta) -> None:
+        """`holder` has this anchor; replaces what was known of it there."""
+        self.remove(holder, meta.anchor_id)
+        row, self._next_row = self._next_row, self._next_row + 1
+        self._rows[row] = _Row(holder, meta)
+        self._of_holder.setdefault(holder, {})[meta.anchor_id] = row
+        self._of_sequence.setdefault((holder, meta.sequence_id), {})[row] = None
+        if meta.chain_end:
+            self._of_chain.setdefault(meta.chain_end, {})[row] = None
+        values = np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False)
+        if values.size:
+            self._tail.append((values, row))
+            self._tail_size += values.size
+        if self._tail_size > max(TAIL_MIN, self._values.size // 8):
+            self._merge()
+
+    def remove(self, holder: NodeId, anchor_id: AnchorId) -> None:
+        """Ignored if unknown."""
+        rows = self._of_holder.get(holder)
+        row = rows.pop(anchor_id, None) if rows is not None else None
+        if row is None:
+            return
+        if not rows:
+            del self._of_holder[holder]
+        meta = self._rows.pop(row).meta
+        _discard(self._of_sequence, (holder, meta.sequence_id), row)
+        if meta.chain_end:
+            _discard(self._of_chain, meta.chain_end, row)
+        self._dead_size += len(meta.fingerprints) // 4
+        if self._dead_size > max(TAIL_MIN, self._values.size // 2):
+            self._merge()
+
+    def remove_holder(self, holder: NodeId) -> None:
+        for anchor_id in tuple(self._of_holder.get(holder, ())):
+            self.remove(holder, anchor_id)
+
+    def find(self, lookup: Lookup, usable: Callable[[NodeId, AnchorMeta], bool]) -> LookupResult:
+        """Hits as `LookupResult` describes them, of rows for which `usable(holder, meta)` holds.
+
+        At most `anchors_max` different anchors, at most HOLDERS_PER_ANCHOR_MAX holders of each (our own copy, then
+        those whose id is nearest to ours by exclusive or, so that different nodes prefer different holders).
+        """
+        prefix: dict[int, int] = {}
+        for chain in lookup.chains:
+            for row in _first(self._of_chain.get(chain, ()), ROWS_PER_KEY_MAX):
+                prefix[row] = self._rows[row].meta.end
+        matches = self._count_matches(lookup.fingerprints)
+        hits: list[AnchorHit] = []
+        foreign = False
+        for row in {**prefix, **matches}:
+            holder, meta = self._rows[row]
+            if meta.model_id != lookup.model_id:
+                foreign = foreign or usable(holder, meta)
+            elif usable(holder, meta):
+                hits.append(AnchorHit(meta, holder, matches.get(row, 0), prefix.get(row, 0)))
+        chosen = self._choose(hits, lookup.anchors_max)
+        chosen += self._neighbours(chosen, lookup, usable)
+        chosen.sort(key=self._rank)
+        miss = None if chosen else MissReason.MODEL_MISMATCH if foreign else MissReason.NOT_FOUND
+        return LookupResult(tuple(chosen), miss)
+
+    def _count_matches(self, fingerprints: _U32) -> dict[int, int]:
+        """Row -> number of `fingerprints` in it, for live rows, ascending by row."""
+        wanted = np.unique(np.asarray(fingerprints, np.uint32))
+        first = np.searchsorted(self._values, wanted, "left")
+        counts = np.minimum(np.searchsorted(self._values, wanted, "right") - first, ROWS_PER_KEY_MAX)
+        offsets = np.repeat(first - (np.cumsum(counts) - counts), counts)
+        found = [self._value_rows[offsets + np.arange(offsets.size)]]
+        for values, row in self._tail:
+            # A row's own fingerprints may repeat; each of the prompt's counts once.
+            found.append(np.full(np.isin(wanted, values).sum(), row, np.int64))
+        rows, sizes = np.unique(np.concatenate(found), return_counts=True)
+        return {row: size for row, size in zip(rows.tolist(), sizes.tolist(), strict=True) if row in self._rows}
+
+    def _rank(self, hit: AnchorHit) -> tuple[int, int, bool, bytes, bytes]:
+        return -hit.prefix_tokens, -hit.matches, hit.holder != self._me, hit.meta.anchor_id, hit.holder
+
+    def _choose(self, hits: list[AnchorHit], anchors_max: int) -> list[AnchorHit]:
+        hits.sort(key=self._rank)
+        by_anchor: dict[AnchorId, list[AnchorHit]] = {}
+        for hit in hits:
+            if hit.meta.anchor_id in by_anchor:
+                by_anchor[hit.meta.anchor_id].append(hit)
+            elif len(by_anchor) < anchors_max:
+                by_anchor[hit.meta.anchor_id] = [hit]
+        chosen: list[AnchorHit] = []
+        for copies in by_anchor.values():
+            copies.sort(key=lambda hit: self._distance(hit.holder))
+            chosen += copies[:HOLDERS_PER_ANCHOR_MAX]
+        return chosen
+
+    def _distance(self, holder: NodeId) -> int:
+        return int.from_bytes(holder, "big") ^ int.from_bytes(self._me, "big")
+
+    def _neighbours(
+        self, hits: list[AnchorHit], lookup: Lookup, usable: Callable[[NodeId, AnchorMeta], bool]
+    ) -> list[AnchorHit]:
+        """Anchors that touch a hit in its sequence at its holder and are not hits themselves."""
+        taken = {(hit.holder, hit.meta.anchor_id) for hit in hits}
+        found: list[AnchorHit] = []
+        for hit in hits:
+            rows = self._of_sequence.get((hit.holder, hit.meta.sequence_id), ())
+            for row in _first(rows, ROWS_PER_KEY_MAX):
+                holder, meta = self._rows[row]
+                touches = meta.end == hit.meta.start or meta.start == hit.meta.end
+                if not touches or meta.model_id != lookup.model_id or (holder, meta.anchor_id) in taken:
+                    continue
+                if usable(holder, meta):
+                    taken.add((holder, meta.anchor_id))
+                    found.append(AnchorHit(meta, holder, 0, 0))
+        return found
+
+    def _merge(self) -> None:
+        """Sort the tail into the array and drop dead rows."""
+        values = np.concatenate([self._values, *(values for values, _ in self._tail)])
+        rows = np.concatenate([self._value_rows, *(np.full(v.size, row, np.int64) for v, row in self._tail)])
+        alive = np.isin(rows, np.fromiter(self._rows, np.int64, len(self._rows)))
+        values, rows = values[alive], rows[alive]
+        order = np.lexsort((rows, values))
+        values, rows = values[order], rows[order]
+        if values.size:  # a fingerprint that repeats within a row counts once
+            fresh = np.ones(values.size, bool)
+            fresh[1:] = (values[1:] != values[:-1]) | (rows[1:] != rows[:-1])
+            values, rows = values[fresh], rows[fresh]
+        self._values, self._value_rows = values, rows
+        self._tail, self._tail_size, self._dead_size = [], 0, 0
+
+
+def _first(rows: Iterable[int], count: int) -> list[int]:
+    return [row for row, _ in zip(rows, range(count), strict=False)]
+
+
+def _discard(index: dict[_Key, dict[int, None]], key: _Key, row: int) -> None:
+    rows = index[key]
+    del rows[row]
+    if not rows:
+        del index[key]
