@@ -272,9 +272,9 @@ class Replicas:
         if delta.reset:
             # A snapshot is taken only by who needs it: a late duplicate must not throw newer entries away.
             return delta.gc_floor > log.max_seq and delta.gc_floor > log.gc_floor
-        # Deletions up to the sender's floor are not in the delta: we must have seen them, or never have had their
-        anchors. told = delta.gc_floor <= log.max_seq or delta.gc_floor <= log.gc_floor return told and delta.from_seq
-        <= log.max_seq < delta.to_seq
+        # Deletions up to the sender's floor are not in it: we must have seen them, or never have had their anchors.
+        told = delta.gc_floor <= log.max_seq or delta.gc_floor <= log.gc_floor
+        return told and delta.from_seq <= log.max_seq < delta.to_seq
 
     def _fits(self, target: OriginLog, replaced: OriginLog | None, delta: OriginDelta) -> bool:
         """Deletions count as entries: a peer cannot fill memory with them either (twice the anchors, since honest
