@@ -1,0 +1,196 @@
+"""One preallocated KV slab per prompt, which transformers models fill and read as if it were their own cache.
+
+Two ways in: *append* (prefill, decode: new rows follow the old ones) and *scatter* (recompute: the rows at given positions are
+overwritten, all rows are returned). Sliding-window layers keep every row here; their window is in the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvcomm_p2p.errors import InternalError
+from kvcomm_p2p.protocol.anchors import KVLayout
+
+
+class _SlabLayer(CacheLayerMixin):
+    """What transformers sees of one layer of a `KVCache`; all state lives in the owner."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, owner: KVCache, index: int) -> None:
+        super().__init__()
+        self._owner = owner
+        self._index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the slab exists."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes `[1, H, R, D]` states into the slab; returns views of all rows `[1, H, T, D]`."""
+        return self._owner.write_layer(self._index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.rows_after(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self._owner.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._index == 0:
+            self._owner.truncate(self._owner.length - abs(tokens_to_remove))
+
+    def reset(self) -> None:
+        self._owner.truncate(0)
+
+
+class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
+    """Keys `[L, 1, H, capacity, Dk]` and values `[L, 1, H, capacity, Dv]` of one sequence; rows [0, length) are valid.
+
+    The slab may be written directly (aligned blocks go into rows at or beyond `length`, which `ModelRunner.recompute` then
+    makes valid). `length` grows when a forward has passed its last layer, so a forward that fails leaves it as it was.
+    Growing reallocates: views taken before are then stale. Not thread safe; one forward at a time.
+    """
+
+    def __init__(self, layout: KVLayout, capacity: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(layers=[_SlabLayer(self, index) for index in range(layout.layers)])
+        self.layout = layout
+        self.length = 0
+        self._positions: torch.Tensor | None = None
+        self._scatter_rows = 0
+        self._dtype = getattr(torch, layout.dtype)
+        self._device = torch.device(device)
+        self.keys, self.values = self._allocate(max(capacity, 1))
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit without reallocation."""
+        return self.keys.shape[3]
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for at least `rows` rows; keeps the contents of all rows, also of those beyond `length`."""
+        if rows <= self.capacity:
+            return
+        old_keys, old_values = self.keys, self.values
+        keys, values = self._allocate(max(rows, self.capacity + self.capacity // 2))
+        keys[:, :, :, : old_keys.shape[3]].copy_(old_keys)
+        values[:, :, :, : old_values.shape[3]].copy_(old_values)
+        self.keys, self.values = keys, values
+
+    def truncate(self, length: int) -> None:
+        """Forgets rows at and beyond `length` (a larger value changes nothing)."""
+        self.length = max(0, min(self.length, length))
+
+    @contextmanager
+    def scattering(self, positions: torch.Tensor, rows: int) -> Iterator[None]:
+        """Within this context a forward over R tokens writes rows `positions` (int64 [R], ascending) and sees rows [0, rows)."""
+        if rows > self.capacity:
+            raise InternalError(f"recompute over {rows} rows, but the cache has {self.capacity}")
+        self._positions, self._scatter_rows = positions, rows
+        try:
+            yield
+        finally:
+            self._positions = None
+
+    def rows_after(self, new_rows: int) -> int:
+        """Rows that attention sees in a forward over `new_rows` tokens."""
+        return self._scatter_rows if self._positions is not None else self.length + new_rows
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """What transformers adds to `arange(R)` to get the queries' positions: a tensor [R] when they are scattered."""
+        if self._positions is None:
+            return self.length
+        return self._positions - torch.arange(self._positions.shape[0], device=self._positions.device)
+
+    def write_layer(
+        self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores one layer's new rows `[1, H, R, D]` and returns views `[1, H, T, D]` of all rows that attention may see."""
+        if key_states.shape[0] != 1:
+            raise InternalError("a KVCache holds one sequence; use to_dynamic() for batches")
+        if self._positions is not None:
+            rows = self._scatter_rows
+            self.keys[layer, 0].index_copy_(1, self._positions, key_states[0])
+            self.values[layer, 0].index_copy_(1, self._positions, value_states[0])
+        else:
+            rows = self.length + key_states.shape[2]
+            self.reserve(rows)
+            self.keys[layer, :, :, self.length : rows] = key_states
+            self.values[layer, :, :, self.length : rows] = value_states
+        if layer == self.layout.layers - 1:
+            self.length = rows
+        return self.keys[layer, :, :, :rows], self.values[layer, :, :, :rows]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Not for beam search: raises `InternalError` naming `to_dynamic`."""
+        raise InternalError("beam search needs a copy: use to_dynamic()")
+
+    def to_dynamic(self, config: PreTrainedConfig, rows: int | None = None) -> DynamicCache:
+        """A transformers cache with copies of the first `rows` rows (default: all but the last), made as transformers would
+        make it for this model, so that `model.generate(all ids, cache)` goes on from there."""
+        rows = max(0, self.length - 1) if rows is None else rows
+        cache = DynamicCache(config=config)
+        if rows:
+            for layer in range(self.layout.layers):
+                cache.update(
+                    self.keys[layer, :, :, :rows].clone(), self.values[layer, :, :, :rows].clone(), layer
+                )
+        return cache
+
+    def _allocate(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Never inference tensors: those could not be written outside inference mode, where blocks are aligned.
+        with torch.inference_mode(False):
+            shape = (self.layout.layers, 1, self.layout.kv_heads, rows)
+            keys = torch.empty((*shape, self.layout.key_dim), dtype=self._dtype, device=self._device)
+            values = torch.empty((*shape, self.layout.value_dim), dtype=self._dtype, device=self._device)
+        return keys, values
+
+
+class OpaqueCache(DynamicCache):  # type: ignore[misc]  # transformers' Cache is untyped
+    """The model's own cache, for models whose KV cannot be shared: supports prefill and decode only."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.length = 0
+
+    def reserve(self, rows: int) -> None:
+        """Grows by itself."""
+
+
+class CapturedLayer0(Exception):
+    """Ends a forward once layer 0's keys and values `[H, n, D]` are known."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+        self.values = values
+
+
+class Layer0Capture(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
+    """An empty cache whose first update raises `CapturedLayer0`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise CapturedLayer0(key_states[0], value_states[0])

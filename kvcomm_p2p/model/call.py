@@ -1,0 +1,110 @@
+"""Forwards through the unmodified model: appending to a cache, scattered into a slab, or only as far as layer 0."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+
+from kvcomm_p2p.errors import UsageError
+from kvcomm_p2p.model import attention
+from kvcomm_p2p.model.cache import CapturedLayer0, KVCache, Layer0Capture, OpaqueCache
+from kvcomm_p2p.model.fair_lock import FairLock
+from kvcomm_p2p.model.rotary import LayerKV
+
+TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+"""Token ids or positions: anything that becomes an int64 tensor [n]."""
+
+
+class ModelCall:
+    """Forwards through the unmodified model, under one fair lock. Knows torch and transformers, nothing of prompts."""
+
+    def __init__(self, model: Any) -> None:
+        attention.register()
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._lock = FairLock()
+        parameters = inspect.signature(model.forward).parameters
+        # Before 5.2x transformers called the argument past_key_values; the old name warns now.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_positions = "position_ids" in parameters
+        # Models on eager attention have a reason (soft-capped scores, sinks, ALiBi): they keep it, with a dense mask.
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self._configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
+
+    def as_ids(self, values: TokenIds) -> torch.Tensor:
+        """An int64 tensor [n] on the model's device."""
+        if not isinstance(values, torch.Tensor):
+            # A copy: arrays of token ids are read-only, which torch warns about.
+            values = torch.from_numpy(np.array(values, dtype=np.int64))
+        return values.to(self.device, torch.int64)
+
+    def append(self, ids: torch.Tensor, cache: Any, start: int) -> torch.Tensor:
+        """Forward over tokens [n] behind `start` cached ones; logits [V] of the last."""
+        if start > 0 and ids.shape[0] > 1 and isinstance(cache, KVCache):
+            positions = torch.arange(start, start + ids.shape[0], device=self.device)
+            cache.reserve(start + ids.shape[0])
+            return self.scatter(ids, positions, cache, start + ids.shape[0])
+        positions = torch.arange(start, start + ids.shape[0], device=self.device)
+        with self._lock:
+            logits = self._forward(ids, positions, cache)
+        if isinstance(cache, OpaqueCache):
+            cache.length = start + ids.shape[0]
+        return logits
+
+    def scatter(self, ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, rows: int) -> torch.Tensor:
+        """Forward over tokens [R] at positions [R] into a slab of `rows` rows; logits [V] of the last."""
+        with self._lock, cache.scattering(positions, rows), self._own_attention():
+            return self._forward(ids, positions, cache)
+
+    def layer0(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer 0's keys [H, n, Dk] and values [H, n, Dv]."""
+        try:
+            with self._lock:
+                self._forward(ids, positions, Layer0Capture())
+        except CapturedLayer0 as captured:
+            return captured.keys.clone(), captured.values.clone()
+        raise UsageError("this model's forward never touched its cache")
+
+    def probe(self, token_ids: list[int], offset: int) -> LayerKV:
+        """Per layer keys [H, n, Dk] and values [H, n, Dv] of tokens at offset, offset + 1, ... with nothing before them.
+
+        Raises whatever the model raises when its layers keep something else than plain keys and values.
+        """
+        cache = DynamicCache()
+        ids = self.as_ids(token_ids)
+        with self._lock:
+            self._forward(ids, torch.arange(offset, offset + ids.shape[0], device=self.device), cache)
+        return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers if layer.is_initialized]
+
+    def plain_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [V] of a prompt [n], with nothing of ours involved."""
+        with self._lock, torch.inference_mode():
+            logits = self.model(input_ids=ids[None]).logits
+        return logits[0, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, **self._last_only}
+        if self._takes_positions:
+            arguments["position_ids"] = positions[None]
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids[None], **arguments).logits
+        # A copy outside inference mode: callers may edit it, and it does not keep [1, n, V] alive.
+        return logits[0, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        for config in self._configs:
+            config._attn_implementation = attention.IMPLEMENTATION
+        try:
+            yield
+        finally:
+            for config in self._configs:
+                config._attn_implementation = "sdpa"
