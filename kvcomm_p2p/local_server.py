@@ -11,12 +11,11 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_p2p.errors import KVCommError, TransportError, UsageError
 from kvcomm_p2p.local_api import REQUEST_BYTES_MAX
-from kvcomm_p2p.local_names import NameClaim, claim_name
+from kvcomm_p2p.local_names import NameClaim
 
 if TYPE_CHECKING:
     from kvcomm_p2p.agent import Agent, Reply
@@ -29,35 +28,26 @@ _log = logging.getLogger(__name__)
 
 
 class LocalServer:
-    """Serves one agent. `system` (if any) becomes the system message of asked messages that have none.
+    """Serves one agent on the socket of `claim` (see `claim_name`), which it releases when closed.
 
-    `claim()` first: it costs nothing and fails early. Then start the agent, then `start()`.
+    `system` (if any) becomes the system message of asked messages that have none. Start the agent before `start()`.
     """
 
-    def __init__(self, agent: Agent, directory: Path, *, system: str = "") -> None:
+    def __init__(self, agent: Agent, claim: NameClaim, *, system: str = "") -> None:
         self._agent = agent
-        self._directory = directory
+        self._claim = claim
         self._system = system
-        self._claim: NameClaim | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._stop_requested = asyncio.Event()
 
-    def claim(self) -> None:
-        """Takes the agent's name on this machine. Raises NameTakenError, ConfigError."""
-        if self._claim is None:
-            self._claim = claim_name(self._directory, self._agent.name)
-
     async def start(self) -> None:
-        """Listens. Raises what `claim` raises, and TransportError if the socket cannot be made."""
-        self.claim()
-        assert self._claim is not None
+        """Listens. Raises TransportError if the socket cannot be made."""
         path = self._claim.socket
         try:
             self._server = await asyncio.start_unix_server(self._connected, path, limit=REQUEST_BYTES_MAX)
             path.chmod(0o600)
         except OSError as error:
-            self._claim.release()
             raise TransportError(f"cannot listen on {path} ({error.strerror}): check KVCOMM_RUNTIME_DIR") from error
 
     async def wait_stop_requested(self) -> None:
@@ -72,9 +62,7 @@ class LocalServer:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
             self._server = None
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        self._claim.release()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

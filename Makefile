@@ -1,0 +1,45 @@
+# Each target makes its own environment in .venv on first use; later runs start at once.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+MAPPED := protocol kernels sim cli
+
+.PHONY: demo test check fmt types bench clean
+
+demo: $(READY)
+	$(BIN)/kvcomm demo
+
+test: $(READY)
+	@$(BIN)/kvcomm model pull smollm2-135m \
+		|| echo "The default model could not be fetched: tests marked 'model' will be skipped."
+	$(BIN)/python -m pytest
+
+check: $(READY) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy knows nothing of setuptools' package mapping: it gets a tree of links in which every package is at its place.
+types: $(READY)
+	rm -rf .types && mkdir .types
+	cp -rs $(CURDIR)/kvcomm_p2p .types/kvcomm_p2p
+	for folder in $(MAPPED); do cp -rs $(CURDIR)/$$folder .types/kvcomm_p2p/$$folder; done
+	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p kvcomm_p2p
+
+bench: $(READY)
+	$(BIN)/kvcomm bench ttft
+	$(BIN)/kvcomm bench pull
+	$(BIN)/kvcomm bench quality
+
+clean:
+	rm -rf .venv .types .mypy_cache .pytest_cache .ruff_cache build dist
+
+# torch first and alone: the pinned version is then there, and nothing that follows brings another.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(shell grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,147 @@
+"""The command tree. Every command parses here, imports what it needs when it runs, and is guarded."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from kvcomm_p2p import __version__
+from kvcomm_p2p.cli.bench import bench
+from kvcomm_p2p.cli.models import models
+from kvcomm_p2p.cli.outcome import guarded
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.settings import Settings
+
+HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
+NODES_MAX = 64
+
+app = typer.Typer(
+    help="Peer-to-peer KV-cache exchange between LLM agents.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings=HELP_SETTINGS,
+    rich_markup_mode=None,
+)
+app.add_typer(models, name="model")
+app.add_typer(bench, name="bench")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+ModelOption = Annotated[
+    Optional[str], typer.Option("--model", "-m", help="Name, hub id or folder of a model [default: smollm2-135m].")
+]
+
+
+class Mode(str, enum.Enum):
+    """The modes of `planning.types.Mode`, which would cost the import of NumPy here; a test keeps them equal."""
+
+    EXACT = "exact"
+    BALANCED = "balanced"
+    DENSE = "dense"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcomm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Peer-to-peer KV-cache exchange between LLM agents."""
+
+
+@app.command()
+@guarded
+def node(
+    name: Annotated[str, typer.Option("--name", "-n", help="Name of the agent, unique among your nodes here.")],
+    join: Annotated[
+        Optional[list[str]], typer.Option("--join", "-j", help="HOST:PORT of any node of the cluster; repeatable.")
+    ] = None,
+    model: ModelOption = None,
+    role: Annotated[
+        str, typer.Option(help="What the agent is for; `judge` and `selector` reuse exact prefixes only.")
+    ] = "",
+    system: Annotated[str, typer.Option(help="System prompt of questions asked with `kvcomm ask`.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Control port; 0 takes a free one.")] = 0,
+    as_json: AsJson = False,
+    watch_parent: Annotated[bool, typer.Option("--watch-parent", hidden=True)] = False,
+) -> None:
+    """Run one node until Ctrl-C. Prints its address, which other nodes can --join."""
+    from kvcomm_p2p.cli.node import NodeOptions, run_node
+
+    options = NodeOptions(name, tuple(join or ()), model, role, system, port, as_json, watch_parent)
+    raise typer.Exit(run_node(options, _settings()))
+
+
+@app.command()
+@guarded
+def up(
+    file: Annotated[Optional[Path], typer.Argument(help="An agents.toml (see examples/agents.toml).")] = None,
+    count: Annotated[
+        Optional[int], typer.Option("-n", "--count", min=1, max=NODES_MAX, help="Start agent-1 to agent-N instead.")
+    ] = None,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run several nodes in this terminal, each its own process, until Ctrl-C."""
+    from dataclasses import replace
+
+    from kvcomm_p2p.cli.agents_file import numbered, read_agents_file
+    from kvcomm_p2p.cli.up import run_up
+
+    if (file is None) == (count is None):
+        raise typer.BadParameter("give either an agents.toml or -n COUNT, e.g. kvcomm up -n 3")
+    agents_file = numbered(count, model) if count is not None else read_agents_file(file or Path("agents.toml"))
+    if model is not None:
+        agents_file = replace(agents_file, model=model)
+    raise typer.Exit(run_up(agents_file, as_json=as_json))
+
+
+@app.command()
+@guarded
+def ask(
+    question: Annotated[str, typer.Argument(help="The question; - reads it from stdin.")],
+    node: Annotated[str, typer.Option("--node", "-n", help="Name of a running node.")],
+    file: Annotated[
+        Optional[list[Path]], typer.Option("--file", "-f", help="Text that stands before the question; repeatable.")
+    ] = None,
+    slot: Annotated[
+        Optional[list[str]], typer.Option(help="NAME=TEXT or NAME=@FILE for {NAME} in the question; repeatable.")
+    ] = None,
+    mode: Annotated[Mode, typer.Option(help="How much approximation is allowed.")] = Mode.BALANCED,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a running node; the answer streams to stdout, where its tokens came from goes to stderr."""
+    from kvcomm_p2p.cli.ask import Question, run_ask
+
+    asked = Question(
+        question, tuple(file or ()), tuple(slot or ()), mode.value, {"max_new_tokens": max_new_tokens}
+    )
+    run_ask(_settings().runtime_dir, node, asked, as_json=as_json)
+
+
+@app.command()
+@guarded
+def status(
+    node: Annotated[Optional[str], typer.Option("--node", "-n", help="Only this node [default: all of yours].")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show running nodes: peers, anchors, pool, and the share of prompt tokens that were not computed."""
+    from kvcomm_p2p.cli.status import run_status
+
+    run_status(_settings().runtime_dir, node, as_json=as_json)
+
+
+def _settings() -> Settings:
+    from kvcomm_p2p.settings import Settings
+
+    return Settings()
