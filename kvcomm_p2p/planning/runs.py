@@ -31,48 +31,59 @@ def find_runs(prompt: TokenIds, donor: TokenIds, *, donor_start: int = 0, length
     stretch, the one at the prompt's own position is taken, otherwise any one (always the same for the same input).
     Raises ValueError for length_min < 1.
     """
-    if length_min < 1:
-        raise ValueError("length_min must be at least 1")
-    prompt, donor = np.asarray(prompt, np.uint32), np.asarray(donor, np.uint32)
-    if min(len(prompt), len(donor)) < length_min:
-        return []
-    seeds = _seeds(prompt, donor, length_min)
-    if seeds is None:
-        starts, donor_starts, lengths = _runs_by_suffixes(prompt, donor, length_min, donor_start)
-    else:
-        starts, donor_starts, lengths = _extended(prompt, donor, *seeds)
-    long = lengths >= length_min
-    starts, donor_starts, lengths = _undominated(starts[long], donor_starts[long], lengths[long], donor_start)
-    return [
-        Run(donor_start=donor_start + at, prompt_start=start, length=length)
-        for start, at, length in zip(starts.tolist(), donor_starts.tolist(), lengths.tolist(), strict=True)
-    ]
+    return RunFinder(prompt, length_min=length_min).find(donor, donor_start)
 
 
-def _seeds(prompt: TokenIds, donor: TokenIds, length_min: int) -> tuple[_I64, _I64] | None:
-    """First seed (prompt position, donor position) of every row of seeds on a diagonal; None if there are too many
-    seeds.
+class RunFinder:
+    """`find_runs` of one prompt against many donors: the prompt is hashed once. Holds no state but the prompt's
+    index.
     """
-    k = 1 << (((length_min + 1) // 2).bit_length() - 1)
-    in_prompt = kgram_hashes(prompt, k, _SEED_WORDS)
-    in_donor = kgram_hashes(donor, k, _SEED_WORDS)[::k]
-    order = np.argsort(in_donor, kind="stable")
-    keys = in_donor[order]
-    low = np.searchsorted(keys, in_prompt, side="left")
-    found = np.flatnonzero(keys[np.minimum(low, len(keys) - 1)] == in_prompt)
-    low = low[found]
-    counts = np.searchsorted(keys, in_prompt[found], side="right") - low
-    total = int(counts.sum())
-    if total > _SEEDS_PER_TOKEN_MAX * (len(prompt) + len(donor)):
-        return None
-    ranks = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-    at_prompt = np.repeat(found, counts)
-    at_donor = order[np.repeat(low, counts) + ranks] * k
-    # A seed whose predecessor, k earlier on the diagonal, is a seed too belongs to the same run.
-    width = len(donor) + k
-    codes = at_prompt * width + at_donor
-    first = ~np.isin(codes - k * width - k, codes) | (at_donor < k) | (at_prompt < k)
-    return at_prompt[first], at_donor[first]
+
+    def __init__(self, prompt: TokenIds, *, length_min: int = 64) -> None:
+        """As `find_runs`."""
+        if length_min < 1:
+            raise ValueError("length_min must be at least 1")
+        self._prompt = np.asarray(prompt, np.uint32)
+        self._length_min = length_min
+        self._k = 1 << (((length_min + 1) // 2).bit_length() - 1)
+        hashes = kgram_hashes(self._prompt, self._k, _SEED_WORDS)
+        self._order = np.argsort(hashes, kind="stable")
+        self._keys = hashes[self._order]
+
+    def find(self, donor: TokenIds, donor_start: int = 0) -> list[Run]:
+        """As `find_runs`."""
+        donor = np.asarray(donor, np.uint32)
+        if min(len(self._prompt), len(donor)) < self._length_min:
+            return []
+        seeds = self._seeds(donor)
+        if seeds is None:
+            starts, donor_starts, lengths = _runs_by_suffixes(self._prompt, donor, donor_start)
+        else:
+            starts, donor_starts, lengths = _extended(self._prompt, donor, *seeds)
+        long = lengths >= self._length_min
+        starts, donor_starts, lengths = _undominated(starts[long], donor_starts[long], lengths[long], donor_start)
+        return [
+            Run(donor_start=donor_start + at, prompt_start=start, length=length)
+            for start, at, length in zip(starts.tolist(), donor_starts.tolist(), lengths.tolist(), strict=True)
+        ]
+
+    def _seeds(self, donor: TokenIds) -> tuple[_I64, _I64] | None:
+        """First seed (prompt position, donor position) of every row of seeds on a diagonal; None: too many seeds."""
+        k = self._k
+        hashes = kgram_hashes(donor, k, _SEED_WORDS)[::k]
+        low = np.searchsorted(self._keys, hashes, side="left")
+        counts = np.searchsorted(self._keys, hashes, side="right") - low
+        total = int(counts.sum())
+        if total > _SEEDS_PER_TOKEN_MAX * (len(self._prompt) + len(donor)):
+            return None
+        ranks = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        at_prompt = self._order[np.repeat(low, counts) + ranks]
+        at_donor = np.repeat(np.arange(len(hashes)) * k, counts)
+        # A seed whose predecessor, k earlier on the diagonal, is a seed too belongs to the same run.
+        width = len(donor) + k
+        codes = at_prompt * width + at_donor
+        first = ~np.isin(codes - k * width - k, codes) | (at_donor < k) | (at_prompt < k)
+        return at_prompt[first], at_donor[first]
 
 
 def _extended(prompt: TokenIds, donor: TokenIds, starts: _I64, donor_starts: _I64) -> tuple[_I64, _I64, _I64]:
@@ -116,7 +127,7 @@ def _undominated(starts: _I64, donor_starts: _I64, lengths: _I64, donor_start: i
     return starts[keep], donor_starts[keep], lengths[keep]
 
 
-def _runs_by_suffixes(prompt: TokenIds, donor: TokenIds, length_min: int, donor_start: int) -> tuple[_I64, _I64, _I64]:
+def _runs_by_suffixes(prompt: TokenIds, donor: TokenIds, donor_start: int) -> tuple[_I64, _I64, _I64]:
     """For every prompt position the longest match in the donor that begins there, if it is not the rest of the one
     before.
 
@@ -145,7 +156,7 @@ def _runs_by_suffixes(prompt: TokenIds, donor: TokenIds, length_min: int, donor_
         matched = np.where(valid, _common_prefix(levels, positions, candidate), 0)
         better = matched > length
         best, length = np.where(better, candidate, best), np.where(better, matched, length)
-    fresh = np.concatenate(([True], length[1:] != length[:-1] - 1)) & (length >= length_min)
+    fresh = np.concatenate(([True], length[1:] != length[:-1] - 1))
     return positions[fresh], best[fresh] - offset, length[fresh]
 
 

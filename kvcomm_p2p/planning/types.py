@@ -64,8 +64,8 @@ class Donor:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A maximal stretch of equal tokens: prompt position prompt_start + i equals donor sequence position donor_start + i,
-    for 0 <= i < length.
+    """A maximal stretch of equal tokens: prompt position prompt_start + i equals the donor sequence's position
+    donor_start + i, for 0 <= i < length.
     """
 
     donor_start: int
@@ -139,7 +139,7 @@ class ReuseRules:
 class Costs:
     """Measured constants of this machine and model (seconds, tokens, bytes). Refreshed online by `costs.CostTracker`.
 
-    Recomputing R tokens against C cached ones costs forward_s + R * token_s + R * C * attention_s.
+    Recomputing R tokens against C cached ones costs forward_s + R * token_s + (R * C + R * R / 2) * attention_s.
     Pulling B bytes costs pull_latency_s + B / pull_bytes_per_s; aligning B bytes costs B / align_bytes_per_s.
     """
 

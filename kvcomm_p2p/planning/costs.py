@@ -1,0 +1,203 @@
+"""What things cost here: predictions from `Costs`, and a tracker that keeps `Costs` true to what was measured.
+
+Pure: whoever owns a clock measures and tells.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.protocol.ids import NodeId
+
+
+def attended(tokens: int, cached: int) -> float:
+    """Query-key pairs when `tokens` consecutive tokens behind `cached` ones are computed: tokens * cached + tokens^2 /
+    2.
+    """
+    return tokens * cached + tokens * tokens / 2
+
+
+def recompute_s(costs: Costs, tokens: int, cached: int) -> float:
+    """Seconds for one forward of `tokens` consecutive tokens against `cached` earlier positions; 0 for no tokens."""
+    return forward_s(costs, tokens, attended(tokens, cached))
+
+
+def forward_s(costs: Costs, tokens: int, pairs: float) -> float:
+    """Seconds for one forward of `tokens` tokens that attend to `pairs` query-key pairs in all; 0 for no tokens."""
+    if tokens <= 0:
+        return 0.0
+    return costs.forward_s + tokens * costs.token_s + pairs * costs.attention_s
+
+
+def pull_s(costs: Costs, kv_bytes: int) -> float:
+    """Seconds for pulling `kv_bytes` from one peer; 0 for nothing."""
+    return costs.pull_latency_s + kv_bytes / costs.pull_bytes_per_s if kv_bytes > 0 else 0.0
+
+
+def align_s(costs: Costs, kv_bytes: int) -> float:
+    """Seconds for gathering and rotating `kv_bytes` into place."""
+    return kv_bytes / costs.align_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class PullCost:
+    """What pulling from one peer costs: latency_s + bytes / bytes_per_s."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+class CostTracker:
+    """`Costs` refreshed online from observations.
+
+    Every cost is linear in known quantities, so each kind of observation is fitted by robust least squares over the
+    latest OBSERVATIONS_MAX: residuals are relative, large ones count little (Huber), coefficients stay >= 0, and a weak
+    prior holds what the observations do not determine at its starting value. One stalled forward or one lucky pull
+    moves little; a lasting change (a busier machine, a slower link) wins as soon as it is the larger part of the
+    window.
+    """
+
+    OBSERVATIONS_MAX = 32
+
+    def __init__(self, costs: Costs) -> None:
+        """`costs`: starting values, all > 0, measured at load or guessed on the side of slow transfers."""
+        self._token_bytes = costs.token_bytes
+        self._prefill = _RobustFit((costs.forward_s, costs.token_s, costs.attention_s), self.OBSERVATIONS_MAX)
+        self._align = _RobustFit((1 / costs.align_bytes_per_s,), self.OBSERVATIONS_MAX)
+        self._pull = _RobustFit((costs.pull_latency_s, 1 / costs.pull_bytes_per_s), self.OBSERVATIONS_MAX)
+        self._peers: dict[NodeId, _RobustFit] = {}
+
+    @classmethod
+    def measured(
+        cls,
+        costs: Costs,
+        prefills: Iterable[tuple[int, int, float]] = (),
+        aligns: Iterable[tuple[int, float]] = (),
+    ) -> CostTracker:
+        """A tracker that starts from samples taken at load: prefills (tokens, cached, seconds) and aligns (bytes,
+        seconds).
+
+        `costs` fills in what the samples do not determine.
+        """
+        tracker = cls(costs)
+        for tokens, cached, seconds in prefills:
+            tracker.saw_prefill(tokens, cached, seconds)
+        for kv_bytes, seconds in aligns:
+            tracker.saw_align(kv_bytes, seconds)
+        return cls(tracker.costs)
+
+    @property
+    def costs(self) -> Costs:
+        """The current estimate."""
+        forward, token, attention = self._prefill.coefficients
+        latency, byte = self._pull.coefficients
+        return Costs(
+            forward_s=forward,
+            token_s=token,
+            attention_s=attention,
+            pull_latency_s=latency,
+            pull_bytes_per_s=_rate(byte),
+            align_bytes_per_s=_rate(self._align.coefficients[0]),
+            token_bytes=self._token_bytes,
+        )
+
+    @property
+    def pulls(self) -> Mapping[NodeId, PullCost]:
+        """Cost of pulling from each peer that was pulled from; for any other peer, `costs` holds."""
+        fits = {peer: fit.coefficients for peer, fit in self._peers.items()}
+        return {peer: PullCost(latency, _rate(byte)) for peer, (latency, byte) in fits.items()}
+
+    def saw_prefill(self, tokens: int, cached: int, seconds: float) -> None:
+        """One forward of `tokens` consecutive tokens against `cached` positions took `seconds`."""
+        self.saw_forward(tokens, attended(tokens, cached), seconds)
+
+    def saw_forward(self, tokens: int, pairs: float, seconds: float) -> None:
+        """One forward of any `tokens` tokens that attended to `pairs` query-key pairs took `seconds`."""
+        if tokens > 0:
+            self._prefill.observe((1.0, float(tokens), pairs), seconds)
+
+    def saw_pull(self, peer: NodeId, kv_bytes: int, seconds: float) -> None:
+        """Pulling `kv_bytes` from `peer` took `seconds`, from the request to the last verified block."""
+        if kv_bytes > 0:
+            if peer not in self._peers:
+                self._peers[peer] = _RobustFit(self._pull.coefficients, self.OBSERVATIONS_MAX)
+            self._pull.observe((1.0, float(kv_bytes)), seconds)
+            self._peers[peer].observe((1.0, float(kv_bytes)), seconds)
+
+    def saw_align(self, kv_bytes: int, seconds: float) -> None:
+        """Gathering and rotating `kv_bytes` took `seconds`."""
+        if kv_bytes > 0:
+            self._align.observe((float(kv_bytes),), seconds)
+
+    def forget_peer(self, peer: NodeId) -> None:
+        """`peer` is gone for good."""
+        self._peers.pop(peer, None)
+
+
+_PRIOR_WEIGHT = 0.2
+_HUBER_DELTA = 0.15
+_REWEIGHTINGS = 6
+_COEFFICIENT_MIN = 1e-3
+"""Of the starting value: no cost ever becomes zero, nor a rate infinite."""
+
+
+class _RobustFit:
+    """seconds ~ features . coefficients, fitted in units of the starting coefficients."""
+
+    def __init__(self, start: tuple[float, ...], window: int) -> None:
+        if not all(0 < value < float("inf") for value in start):
+            raise ValueError("costs must be positive and finite")
+        self._start = np.array(start)
+        self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=window)
+        self._scaled = np.ones(len(start))
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return tuple((self._scaled * self._start).tolist())
+
+    def observe(self, features: tuple[float, ...], seconds: float) -> None:
+        """Take one observation; seconds that are not positive and finite (a clock's mistake) are left out."""
+        if not 0 < seconds < float("inf"):
+            return
+        # Relative rows: predicted / observed should be 1, so that a stall of any length weighs no more than 1.
+        self._rows.append(np.array(features) * self._start / seconds)
+        self._fit()
+
+    def _fit(self) -> None:
+        rows = np.stack(self._rows)
+        prior = _PRIOR_WEIGHT * np.eye(len(self._start))
+        x = self._scaled
+        for _ in range(_REWEIGHTINGS):
+            error = np.abs(rows @ x - 1)
+            weight = np.sqrt(np.minimum(1, _HUBER_DELTA / np.maximum(error, 1e-12)))
+            left = np.vstack((rows * weight[:, None], prior))
+            right = np.concatenate((weight, np.full(len(x), _PRIOR_WEIGHT)))
+            x = _least_squares_from(left, right, _COEFFICIENT_MIN)
+        self._scaled = x
+
+
+def _least_squares_from(
+    left: npt.NDArray[np.float64], right: npt.NDArray[np.float64], lowest: float
+) -> npt.NDArray[np.float64]:
+    """argmin |left x - right| with every x >= lowest; the coefficients that would fall below are held there."""
+    free = np.ones(left.shape[1], dtype=bool)
+    x = np.full(left.shape[1], lowest)
+    while free.any():
+        target = right - left[:, ~free] @ x[~free]
+        x[free] = np.linalg.lstsq(left[:, free], target, rcond=None)[0]
+        low = free & (x < lowest)
+        if not low.any():
+            break
+        x[low] = lowest
+        free &= ~low
+    return x
+
+
+def _rate(seconds_per_byte: float) -> float:
+    return 1 / seconds_per_byte

@@ -1,0 +1,114 @@
+"""What a plan means: where its KV comes from, how many repairs are behind it, what has to be pulled, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.planning.costs import PullCost, align_s, attended, forward_s
+from kvcomm_p2p.planning.types import Costs, Plan, Span, SpanKind
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey
+from kvcomm_p2p.protocol.ids import NodeId
+
+
+def span_hops(span: Span) -> int:
+    """Largest hops among the donor's anchors that the span draws from; 0 without a donor."""
+    if span.donor is None:
+        return 0
+    start, end = span.donor_start, span.donor_start + span.tokens
+    return max((a.hops for a in span.donor.anchors if a.start < end and start < a.end), default=0)
+
+
+def hops_at(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Repairs behind the KV that the plan leads to: ascending (first position, hops), beginning with (0, ...), growing.
+
+    A token computed behind KV with hops h has hops h itself. REUSE adds one to its donor's, EXACT and CONTINUED keep
+    theirs.
+    """
+    steps = [(0, 0)]
+    for span in plan.spans:
+        if span.kind is SpanKind.RECOMPUTE:
+            continue
+        hops = span_hops(span) + (span.kind is SpanKind.REUSE)
+        if hops > steps[-1][1]:
+            steps.append((span.start, hops))
+    return tuple(steps[1:]) if len(steps) > 1 and steps[1][0] == 0 else tuple(steps)
+
+
+def exact_until(plan: Plan) -> int:
+    """Number of leading tokens whose KV will be wholly exact: chain hashes may be advertised up to there."""
+    return next((start for start, hops in hops_at(plan) if hops > 0), plan.tokens)
+
+
+def recompute_positions(plan: Plan) -> npt.NDArray[np.int64]:
+    """Prompt positions to compute through all layers, ascending: int64 [R]. Holds plan.tokens - 1 always."""
+    return np.concatenate([np.arange(s.start, s.end) for s in plan.spans if s.kind is SpanKind.RECOMPUTE])
+
+
+def blocks_needed(span: Span) -> list[tuple[AnchorMeta, int]]:
+    """The donor's blocks (anchor, index within it) that hold any token of the span, ascending; [] without a donor.
+
+    The head of a reused run has a donor as well: its KV is recomputed, but the guard compares it with the donor's.
+    """
+    if span.donor is None:
+        return []
+    needed: list[tuple[AnchorMeta, int]] = []
+    at, end = span.donor_start, span.donor_start + span.tokens
+    for anchor in span.donor.anchors:
+        if anchor.start <= at < anchor.end and at < end:
+            stop = min(end, anchor.end)
+            first, last = (at - anchor.start) // BLOCK_TOKENS, (stop - 1 - anchor.start) // BLOCK_TOKENS
+            needed += [(anchor, index) for index in range(first, last + 1)]
+            at = stop
+    return needed
+
+
+def pulled_bytes(spans: Iterable[Span], token_bytes: int) -> dict[NodeId, int]:
+    """Bytes of the whole blocks that the spans need from each peer; a block that two spans share counts once."""
+    bytes_from: dict[NodeId, int] = {}
+    seen: set[tuple[NodeId, BlockKey]] = set()
+    for span in spans:
+        if span.donor is None or span.donor.local:
+            continue
+        holder = span.donor.holder
+        for anchor, index in blocks_needed(span):
+            block = (holder, BlockKey(anchor.anchor_id, index))
+            if block not in seen:
+                seen.add(block)
+                bytes_from[holder] = bytes_from.get(holder, 0) + anchor.block_tokens(index) * token_bytes
+    return bytes_from
+
+
+def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
+    """Seconds from knowing the plan to next-token logits.
+
+    Without pulls everything is computed in one forward. With pulls, what stands before the first pulled or rotated KV
+    is one forward beside them, and all the rest a second one. Pulls from several peers share our link: their bytes add
+    up, their latencies run side by side.
+    """
+    ahead, rest = np.zeros(2), np.zeros(2)
+    behind, copied = False, 0
+    for span in spans:
+        if span.donor is not None:
+            copied += span.tokens * costs.token_bytes
+        if span.kind is SpanKind.RECOMPUTE:
+            (rest if behind else ahead)[:] += span.tokens, attended(span.tokens, span.start)
+        elif span.donor is not None:
+            behind = behind or span.kind is SpanKind.REUSE or not span.donor.local
+    pulled = pulled_bytes(spans, costs.token_bytes)
+    if not pulled:
+        return align_s(costs, copied) + _forward_s(costs, ahead + rest)
+    by_peer = [(pull_cost(costs, pulls, holder), kv_bytes) for holder, kv_bytes in pulled.items()]
+    pull = max(cost.latency_s for cost, _ in by_peer) + sum(n / cost.bytes_per_s for cost, n in by_peer)
+    return max(pull, _forward_s(costs, ahead)) + align_s(costs, copied) + _forward_s(costs, rest)
+
+
+def _forward_s(costs: Costs, tokens_and_pairs: npt.NDArray[np.float64]) -> float:
+    return forward_s(costs, int(tokens_and_pairs[0]), float(tokens_and_pairs[1]))
+
+
+def pull_cost(costs: Costs, pulls: Mapping[NodeId, PullCost], holder: NodeId) -> PullCost:
+    """What is known of this peer, or of peers in general."""
+    return pulls.get(holder) or PullCost(costs.pull_latency_s, costs.pull_bytes_per_s)
