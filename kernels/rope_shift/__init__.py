@@ -50,7 +50,7 @@ def rope_shift(
     if out_keys.shape[2] == 0 or out_keys.shape[0] == 0 or out_keys.shape[1] == 0:
         return
     if backend == "triton":
-        from kvcomm_p2p.kernels.rope_shift import triton_kernel  # noqa: PLC0415 - triton is optional and slow to import
+        from kvcomm_p2p.kernels.rope_shift import triton_kernel
 
         triton_kernel.rope_shift(keys, values, position_map, shift, inv_freq, interleaved, out_keys, out_values)
     else:
@@ -91,14 +91,14 @@ def _check(
     _check_positions(keys.shape[2], out_keys.shape[2], position_map, shift)
 
 
-def _check_positions(
-    source: int, target: int, position_map: torch.Tensor | None, shift: torch.Tensor | int
-) -> None:
+def _check_positions(source: int, target: int, position_map: torch.Tensor | None, shift: torch.Tensor | int) -> None:
     if isinstance(shift, torch.Tensor) and (shift.dtype != torch.int64 or tuple(shift.shape) != (target,)):
         raise ValueError(f"shift must be an int or int64 [T = {target}], not {shift.dtype} {tuple(shift.shape)}")
     if position_map is None:
         if target > source:
-            raise ValueError(f"out_keys dim T is {target}, more than dim S of keys ({source}), and there is no position_map")
+            raise ValueError(
+                f"out_keys dim T is {target}, more than dim S of keys ({source}), and there is no position_map"
+            )
         return
     if position_map.dtype != torch.int64 or tuple(position_map.shape) != (target,):
         raise ValueError(

@@ -34,7 +34,9 @@ def rope_shift(
     if isinstance(shift, torch.Tensor):
         shift = shift[targets]
     everything = targets.shape[0] == out_keys.shape[2]
-    stretch = int(sources[-1]) - int(sources[0]) == sources.shape[0] - 1 and bool((sources[1:] - sources[:-1] == 1).all())
+    stretch = int(sources[-1]) - int(sources[0]) == sources.shape[0] - 1 and bool(
+        (sources[1:] - sources[:-1] == 1).all()
+    )
     if stretch and everything:
         window = slice(int(sources[0]), int(sources[-1]) + 1)
         out_values.copy_(values[:, :, window])

@@ -46,7 +46,9 @@ class _Bands:
     def grouped(self, groups: int) -> list[_Band]:
         if groups not in self._grouped:
             self._grouped[groups] = [
-                _Band(b.row_start, b.row_end, b.key_start, b.key_end, None if b.mask is None else b.mask.repeat(groups, 1))
+                _Band(
+                    b.row_start, b.row_end, b.key_start, b.key_end, None if b.mask is None else b.mask.repeat(groups, 1)
+                )
                 for b in self._bands
             ]
         return self._grouped[groups]
@@ -68,7 +70,9 @@ def band_rows(positions: list[int]) -> list[tuple[int, int]]:
     for row in range(1, len(positions) + 1):
         if row == len(positions):
             bands.append((start, row))
-        elif (row - start) * (positions[row] - positions[row - 1] - 1) > _CALL_COST_PAIRS or row - start >= _BAND_ROWS_MAX:
+        elif (row - start) * (
+            positions[row] - positions[row - 1] - 1
+        ) > _CALL_COST_PAIRS or row - start >= _BAND_ROWS_MAX:
             bands.append((start, row))
             start = row
     return bands
@@ -125,7 +129,11 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, Hq, R, D], key and value [1, H, T, D] -> [1, R, Hq, Dv]."""
     bands: _Bands | None = getattr(attention_mask, _TAG, None)
-    plain = bands is None or dropout != 0.0 or any(kwargs.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
+    plain = (
+        bands is None
+        or dropout != 0.0
+        or any(kwargs.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
+    )
     if plain:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

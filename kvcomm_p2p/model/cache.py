@@ -144,9 +144,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
         cache = DynamicCache(config=config)
         if rows:
             for layer in range(self.layout.layers):
-                cache.update(
-                    self.keys[layer, :, :, :rows].clone(), self.values[layer, :, :, :rows].clone(), layer
-                )
+                cache.update(self.keys[layer, :, :, :rows].clone(), self.values[layer, :, :, :rows].clone(), layer)
         return cache
 
     def _allocate(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

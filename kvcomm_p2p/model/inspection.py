@@ -64,7 +64,7 @@ def _find_layout(call: ModelCall, probe_ids: list[int], layers: int) -> tuple[KV
     nothing = KVLayout(layers, 0, 0, 0, "float32")
     try:
         found: LayerKV = call.probe(probe_ids, 0)
-    except Exception as error:  # noqa: BLE001 - any failure of a foreign model's forward has the same meaning here
+    except Exception as error:
         return nothing, f"its layers do not all keep one key and one value per token ({type(error).__name__})"
     if len(found) != layers:
         return nothing, f"only {len(found)} of its {layers} layers keep keys and values of their own"
@@ -93,7 +93,7 @@ def _scatter_refusal(call: ModelCall, probe_ids: list[int], layout: KVLayout) ->
         cache.keys[:, :, :, rows] = 0
         cache.values[:, :, :, rows] = 0
         again = call.scatter(ids[rows], rows, cache, total)
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:
         return f"its forward does not accept positions out of order ({type(error).__name__})"
     limit = _AGREEMENT[layout.dtype]
     pairs = ((plain, ours), (plain, again), (before.float(), cache.keys.float()))

@@ -72,8 +72,8 @@ def model_dir(cache_dir: Path) -> Path:
 
 
 def _find_hub_folder(ref: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(ref, local_files_only=True))

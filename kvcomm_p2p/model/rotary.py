@@ -81,9 +81,7 @@ def _frequencies(model: Any) -> torch.Tensor | str:
     return found[0]
 
 
-def _explains(
-    at_zero: LayerKV, at_shift: LayerKV, frequencies: torch.Tensor, shift: int, interleaved: bool
-) -> bool:
+def _explains(at_zero: LayerKV, at_shift: LayerKV, frequencies: torch.Tensor, shift: int, interleaved: bool) -> bool:
     for (keys, values), (moved_keys, moved_values) in zip(at_zero, at_shift, strict=True):
         if 2 * frequencies.shape[0] > keys.shape[-1]:
             return False
@@ -92,7 +90,9 @@ def _explains(
             keys[None], values[None], None, shift, frequencies, interleaved, expected_keys, expected_values, "reference"
         )
         tolerance = _TOLERANCE[keys.dtype]
-        if not _close(expected_keys[0], moved_keys, tolerance) or not _close(expected_values[0], moved_values, tolerance):
+        if not _close(expected_keys[0], moved_keys, tolerance) or not _close(
+            expected_values[0], moved_values, tolerance
+        ):
             return False
     return True
 

@@ -52,9 +52,7 @@ class ModelRunner:
         return cls._wrap(model, tokenizer, name, (), cache_dir)
 
     @classmethod
-    def _wrap(
-        cls, model: Any, tokenizer: Any, name: str, files: Sequence[Path], cache_dir: Path | None
-    ) -> ModelRunner:
+    def _wrap(cls, model: Any, tokenizer: Any, name: str, files: Sequence[Path], cache_dir: Path | None) -> ModelRunner:
         model.eval()
         call = ModelCall(model)
         spec = inspect_model(model, tokenizer, name, call, files=files, cache_dir=cache_dir)
@@ -113,7 +111,9 @@ class ModelRunner:
         if rows.shape[0] > 1 and not bool((rows[1:] > rows[:-1]).all()):
             raise UsageError("positions must be strictly ascending")
         if cache.capacity < total:
-            raise UsageError(f"the cache has {cache.capacity} rows, the prompt {total} tokens: reserve and fill it first")
+            raise UsageError(
+                f"the cache has {cache.capacity} rows, the prompt {total} tokens: reserve and fill it first"
+            )
         return self._call.scatter(ids[rows], rows, cache, total)
 
     def decode_step(self, token_id: int, cache: KVCache | OpaqueCache) -> torch.Tensor:
