@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,8 @@ app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 ModelOption = Annotated[
-    Optional[str], typer.Option("--model", "-m", help="Name, hub id or folder of a model [default: smollm2-135m].")
+    str | None,
+    typer.Option("--model", "-m", metavar="MODEL", help="Name, hub id or folder of a model [default: smollm2-135m]."),
 ]
 
 
@@ -61,16 +62,22 @@ def root(
 @app.command()
 @guarded
 def node(
-    name: Annotated[str, typer.Option("--name", "-n", help="Name of the agent, unique among your nodes here.")],
+    name: Annotated[
+        str, typer.Option("--name", "-n", metavar="NAME", help="Name of the agent, unique among your nodes here.")
+    ],
     join: Annotated[
-        Optional[list[str]], typer.Option("--join", "-j", help="HOST:PORT of any node of the cluster; repeatable.")
+        list[str] | None,
+        typer.Option("--join", "-j", metavar="HOST:PORT", help="Any node of the cluster; repeatable."),
     ] = None,
     model: ModelOption = None,
     role: Annotated[
-        str, typer.Option(help="What the agent is for; `judge` and `selector` reuse exact prefixes only.")
+        str,
+        typer.Option(metavar="ROLE", help="What the agent is for; `judge` and `selector` reuse exact prefixes only."),
     ] = "",
-    system: Annotated[str, typer.Option(help="System prompt of questions asked with `kvcomm ask`.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Control port; 0 takes a free one.")] = 0,
+    system: Annotated[
+        str, typer.Option(metavar="TEXT", help="System prompt of questions asked with `kvcomm ask`.")
+    ] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Control port; 0 takes a free one.")] = 0,
     as_json: AsJson = False,
     watch_parent: Annotated[bool, typer.Option("--watch-parent", hidden=True)] = False,
 ) -> None:
@@ -84,9 +91,12 @@ def node(
 @app.command()
 @guarded
 def up(
-    file: Annotated[Optional[Path], typer.Argument(help="An agents.toml (see examples/agents.toml).")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="AGENTS.TOML", help="An agents.toml (see examples/agents.toml).")
+    ] = None,
     count: Annotated[
-        Optional[int], typer.Option("-n", "--count", min=1, max=NODES_MAX, help="Start agent-1 to agent-N instead.")
+        int | None,
+        typer.Option("-n", "--count", min=1, max=NODES_MAX, metavar="COUNT", help="Start agent-1 to agent-N instead."),
     ] = None,
     model: ModelOption = None,
     as_json: AsJson = False,
@@ -108,31 +118,33 @@ def up(
 @app.command()
 @guarded
 def ask(
-    question: Annotated[str, typer.Argument(help="The question; - reads it from stdin.")],
-    node: Annotated[str, typer.Option("--node", "-n", help="Name of a running node.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question; - reads it from stdin.")],
+    node: Annotated[str, typer.Option("--node", "-n", metavar="NAME", help="Name of a running node.")],
     file: Annotated[
-        Optional[list[Path]], typer.Option("--file", "-f", help="Text that stands before the question; repeatable.")
+        list[Path] | None,
+        typer.Option("--file", "-f", metavar="PATH", help="Text that stands before the question; repeatable."),
     ] = None,
     slot: Annotated[
-        Optional[list[str]], typer.Option(help="NAME=TEXT or NAME=@FILE for {NAME} in the question; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME=TEXT", help="Text for {NAME} in the question; NAME=@FILE reads it; repeatable."),
     ] = None,
     mode: Annotated[Mode, typer.Option(help="How much approximation is allowed.")] = Mode.BALANCED,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Longest answer, in tokens.")] = 128,
     as_json: AsJson = False,
 ) -> None:
     """Ask a running node; the answer streams to stdout, where its tokens came from goes to stderr."""
     from kvcomm_p2p.cli.ask import Question, run_ask
 
-    asked = Question(
-        question, tuple(file or ()), tuple(slot or ()), mode.value, {"max_new_tokens": max_new_tokens}
-    )
+    asked = Question(question, tuple(file or ()), tuple(slot or ()), mode.value, {"max_new_tokens": max_new_tokens})
     run_ask(_settings().runtime_dir, node, asked, as_json=as_json)
 
 
 @app.command()
 @guarded
 def status(
-    node: Annotated[Optional[str], typer.Option("--node", "-n", help="Only this node [default: all of yours].")] = None,
+    node: Annotated[
+        str | None, typer.Option("--node", "-n", metavar="NAME", help="Only this node [default: all of yours].")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show running nodes: peers, anchors, pool, and the share of prompt tokens that were not computed."""
@@ -144,4 +156,4 @@ def status(
 def _settings() -> Settings:
     from kvcomm_p2p.settings import Settings
 
-    return Settings()
+    return Settings.from_env()

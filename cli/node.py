@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvcomm_p2p.local_names import NameClaim
     from kvcomm_p2p.settings import Settings
 
+DEFAULT_MODEL = "smollm2-135m"
+"""`model.registry.DEFAULT_MODEL`, which would cost the import of torch here; a test keeps them equal."""
+
 LEAVE_GRACE_S = 8.0
 """A node that has not left after this is ended hard: a user who pressed Ctrl-C must get the terminal back."""
 
@@ -93,7 +96,7 @@ def run_node(options: NodeOptions, settings: Settings) -> ExitCode:
     claim = claim_name(settings.runtime_dir, options.name)
     try:
         reporter = Reporter(options)
-        reporter.say("starting", pid=os.getpid(), model=options.model or settings.model)
+        reporter.say("starting", pid=os.getpid(), model=options.model or DEFAULT_MODEL)
         began = time.monotonic()
         # Loaded here and not in the loop: seconds pass, in which Ctrl-C must work in the ordinary way.
         import_module("kvcomm_p2p.agent")
@@ -148,7 +151,7 @@ async def _run(
         loop.add_signal_handler(number, _interrupted, stop)
     agent = Agent(
         options.name,
-        model=options.model or settings.model,
+        model=options.model or DEFAULT_MODEL,
         join=options.join,
         role=options.role,
         settings=settings,

@@ -22,7 +22,7 @@ from kvcomm_p2p.errors import ConfigError, NameTakenError
 SOCKET_PATH_BYTES_MAX = 107
 """`sun_path` holds 108 bytes with the final zero."""
 
-NAME_CHARACTERS_MAX = 64
+NAME_BYTES_MAX = 64
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CLAIM_RETRY_S = 0.02
 _CLAIM_PATIENCE_S = 0.3
@@ -57,11 +57,12 @@ class NameClaim:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError unless `name` is 1 to 64 printable characters without spaces at its ends."""
-    if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
+    """Raises ConfigError unless `name` has 1 to 64 bytes, all printable, no slash, no spaces at its ends."""
+    usable = 0 < len(name.encode()) <= NAME_BYTES_MAX and name.isprintable() and "/" not in name
+    if not usable or name != name.strip():
         raise ConfigError(
-            f"agent name {name!r} cannot be used: take 1 to {NAME_CHARACTERS_MAX} printable characters without spaces "
-            "at the ends"
+            f"agent name {name!r} cannot be used: take 1 to {NAME_BYTES_MAX} bytes without slashes, control characters "
+            "or spaces at the ends"
         )
 
 

@@ -18,7 +18,7 @@ from kvcomm_p2p.local_api import REQUEST_BYTES_MAX
 from kvcomm_p2p.local_names import NameClaim
 
 if TYPE_CHECKING:
-    from kvcomm_p2p.agent import Agent, Reply
+    from kvcomm_p2p.agent import Agent
     from kvcomm_p2p.model.decoding import Sampling
 
 REQUEST_WAIT_S = 5.0
@@ -126,18 +126,18 @@ class LocalServer:
                 if isinstance(piece, str):
                     await _send(writer, {"event": "text", "text": piece})
                 else:
-                    await _send(writer, {"event": "done", "reply": reply_as_dict(piece)})
+                    await _send(writer, {"event": "done", "reply": piece.as_dict()})
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
 
     async def _compare(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
-        from kvcomm_p2p.evaluation.compare import compare
-
         tokens = request.get("tokens", COMPARE_TOKENS_DEFAULT)
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise UsageError(f"`tokens` must be a whole number from 1, not {tokens!r}")
+        from kvcomm_p2p.evaluation.compare import compare
+
         comparison = await compare(self._agent, self._prompt(request), _slots(request), tokens)
         await _send(writer, {"event": "done", "comparison": comparison})
 
@@ -152,17 +152,6 @@ class LocalServer:
         if self._system and not any(message["role"] == "system" for message in prompt):
             return [{"role": "system", "content": self._system}, *prompt]
         return prompt
-
-
-def reply_as_dict(reply: Reply) -> dict[str, Any]:
-    """A reply in plain types, ready for JSON."""
-    return {
-        "text": reply.text,
-        "finish_reason": reply.finish_reason,
-        "ttft_s": reply.ttft_s,
-        "total_s": reply.total_s,
-        "report": reply.report.as_dict(),
-    }
 
 
 async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
