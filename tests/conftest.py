@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., Any]:
-    """Makes a random Llama: `tiny_llama(seed=0, **config overrides)`, eval mode, float32, 3 layers, 4 query and 2 kv-heads."""
+    """`tiny_llama(seed=0, **config overrides)`: random weights, eval mode, float32, 3 layers, 4 query and 2 kv-heads."""
 
     def make(seed: int = 0, **overrides: Any) -> Any:
         import torch
