@@ -1,0 +1,375 @@
+"""ZeroMQ on loopback.
+
+Control plane: a ROUTER that only receives, and a DEALER per peer that only sends. Bulk plane: a ROUTER that answers
+on the connection that asked, and a DEALER per holder that asks and receives. Plain sockets driven by the loop's
+readers: received in batches, with no future per message, and no receive that a cancellation could eat.
+
+DEALERs keep IMMEDIATE off, so that a frame sent before the connection stands waits in its (bounded) pipe; and a
+DEALER never outlives its connection: when the monitor says refused or closed it is closed with what waits in it, and
+the next send opens a new one. So nothing is ever queued for the dead, and nobody is dialled who is not being talked
+to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import zmq
+
+from kvcomm_p2p.errors import ConfigError, TransportError
+from kvcomm_p2p.net.transport import FRAME_BYTES_MAX, PAYLOAD_BYTES_MAX, Addresses, Connection, Receiver
+from kvcomm_p2p.settings import is_loopback
+
+CONTROL_HWM = 256
+BULK_HWM = 64
+"""Frames in a pipe; the bytes on the way are bounded by the credit of each pull."""
+
+REPLIES_WAITING_MAX = 1024
+"""Frames that may wait for one inbound bulk connection whose pipe is full."""
+
+RETRY_S = 0.001
+BATCH = 32
+"""Messages taken from one socket before the loop gets to do something else."""
+
+PEER_SOCKETS_MAX = 64
+"""Open DEALERs per plane (four file descriptors each); the one that is idle for longest makes room."""
+
+IDLE_S = 60.0
+BULK_BUFFER_BYTES = 4 * 1024 * 1024
+HANDSHAKE_MS = 3000
+
+_LOST = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_monitor_numbers = itertools.count()
+
+
+class _Watch:
+    """Calls `on_message` with the parts of every message of a socket.
+
+    The descriptor is edge-triggered: a send may swallow its signal, so after one `check` must be called.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[Any]], None],
+        copy: bool,
+    ) -> None:
+        self._loop = loop
+        self._socket = socket
+        self._on_message = on_message
+        self._copy = copy
+        self._scheduled = False
+        self._fd = socket.getsockopt(zmq.FD)
+        loop.add_reader(self._fd, self._drain)
+        self.check()
+
+    def check(self) -> None:
+        if not self._scheduled and not self._socket.closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._fd)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        for _ in range(BATCH):
+            if self._socket.closed:
+                return
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
+            except zmq.ZMQError as error:
+                if error.errno in (zmq.EAGAIN, zmq.ETERM):
+                    return
+                raise
+            self._on_message(parts)
+        self.check()
+
+
+@dataclass(slots=True)
+class _Dealer:
+    socket: zmq.Socket[bytes]
+    watch: _Watch
+    monitor: zmq.Socket[bytes]
+    monitor_watch: _Watch
+    used_at: float
+
+    def close(self, linger_ms: int) -> None:
+        self.watch.stop()
+        self.monitor_watch.stop()
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+
+
+_Waiting: TypeAlias = "deque[tuple[bytes, memoryview | None]]"
+
+
+class ZmqTransport:
+    """See `transport.Transport`. One Context of its own. Raises ConfigError for a host that is not loopback."""
+
+    def __init__(
+        self,
+        *,
+        bind_host: str = "127.0.0.1",
+        advertise_host: str = "",
+        control_port: int = 0,
+        bulk_port: int = 0,
+        io_threads: int = 2,
+    ) -> None:
+        for host in (bind_host, advertise_host or bind_host):
+            _require_loopback(host)
+        self._bind_host = "127.0.0.1" if bind_host == "localhost" else bind_host
+        self._advertise_host = advertise_host or self._bind_host
+        self._ports = (control_port, bulk_port)
+        self._io_threads = io_threads
+        self._receiver: Receiver | None = None
+        self._control: OrderedDict[str, _Dealer] = OrderedDict()
+        self._bulk: OrderedDict[str, _Dealer] = OrderedDict()
+        self._waiting: dict[Connection, _Waiting] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def start(self, receiver: Receiver) -> Addresses:
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._receiver = receiver
+        try:
+            self._control_router, control_port = self._bind(self._ports[0], CONTROL_HWM)
+            self._bulk_router, bulk_port = self._bind(self._ports[1], BULK_HWM)
+        except TransportError:
+            self._context.destroy(linger=0)
+            self._receiver = None
+            raise
+        self._bulk_router.setsockopt(zmq.SNDBUF, BULK_BUFFER_BYTES)
+        self._control_watch = _Watch(self._loop, self._control_router, self._on_control, copy=True)
+        self._bulk_watch = _Watch(self._loop, self._bulk_router, self._on_bulk_request, copy=True)
+        self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
+        return Addresses(f"{self._advertise_host}:{control_port}", f"{self._advertise_host}:{bulk_port}")
+
+    def send_control(self, address: str, frame: bytes) -> bool:
+        return self._send(self._control, address, frame)
+
+    def send_bulk_request(self, address: str, frame: bytes) -> bool:
+        return self._send(self._bulk, address, frame)
+
+    def send_bulk_reply(self, connection: Connection, frame: bytes, payload: memoryview | None = None) -> bool:
+        if self._receiver is None:
+            return False
+        waiting = self._waiting.get(connection)
+        if waiting is None:
+            sent = self._try_reply(connection, frame, payload)
+            if sent is not None:
+                return sent
+            waiting = self._waiting[connection] = deque()
+        if len(waiting) >= REPLIES_WAITING_MAX:
+            return False
+        waiting.append((frame, payload))
+        self._schedule_retry()
+        return True
+
+    def close_peer(self, address: str) -> None:
+        for plane in (self._control, self._bulk):
+            dealer = plane.pop(address, None)
+            if dealer is not None:
+                dealer.close(0)
+
+    def close(self, flush_s: float = 0.0) -> None:
+        if self._receiver is None:
+            return
+        self._receiver = None
+        for timer in (self._retry, self._sweeper):
+            if timer is not None:
+                timer.cancel()
+        self._waiting.clear()
+        for dealer in self._control.values():
+            dealer.close(int(flush_s * 1000))
+        for dealer in self._bulk.values():
+            dealer.close(0)
+        self._control.clear()
+        self._bulk.clear()
+        for watch, router in ((self._control_watch, self._control_router), (self._bulk_watch, self._bulk_router)):
+            watch.stop()
+            router.close(0)
+        self._context.term()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _bind(self, port: int, hwm: int) -> tuple[zmq.Socket[bytes], int]:
+        router = self._context.socket(zmq.ROUTER)
+        _configure(router, hwm, FRAME_BYTES_MAX)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.BACKLOG, 512)
+        try:
+            router.bind(f"tcp://{self._bind_host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise TransportError(f"port {port} is in use; choose another one, or 0 for any free port") from error
+            raise TransportError(f"cannot listen on {self._bind_host}:{port}: {error}; try port 0") from error
+        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return router, int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+    def _send(self, plane: OrderedDict[str, _Dealer], address: str, frame: bytes) -> bool:
+        if self._receiver is None or len(frame) > FRAME_BYTES_MAX:
+            return False
+        dealer = plane.get(address)
+        if dealer is None:
+            try:
+                dealer = self._open(plane, address)
+            except (ConfigError, zmq.ZMQError):
+                return False
+        plane.move_to_end(address)
+        dealer.used_at = self._loop.time()
+        try:
+            dealer.socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        dealer.watch.check()
+        return True
+
+    def _open(self, plane: OrderedDict[str, _Dealer], address: str) -> _Dealer:
+        """Raises ConfigError for an address that is not loopback, ZMQError."""
+        _require_loopback(address.rpartition(":")[0])
+        if len(plane) >= PEER_SOCKETS_MAX:
+            self._close_one(plane, next(iter(plane)))
+        socket = self._context.socket(zmq.DEALER)
+        bulk = plane is self._bulk
+        _configure(socket, BULK_HWM if bulk else CONTROL_HWM, PAYLOAD_BYTES_MAX if bulk else FRAME_BYTES_MAX)
+        if bulk:
+            socket.setsockopt(zmq.RCVBUF, BULK_BUFFER_BYTES)
+        endpoint = f"inproc://kvcomm-monitor-{next(_monitor_numbers)}"
+        monitor = self._context.socket(zmq.PAIR)
+        try:
+            socket.monitor(endpoint, _LOST)
+            monitor.connect(endpoint)
+            socket.connect(f"tcp://{address}")
+        except zmq.ZMQError:
+            socket.close(0)
+            monitor.close(0)
+            raise
+        dealer = _Dealer(
+            socket,
+            _Watch(self._loop, socket, self._on_bulk_reply if bulk else self._on_stray, copy=False),
+            monitor,
+            _Watch(self._loop, monitor, lambda parts: self._on_event(plane, address, parts), copy=True),
+            self._loop.time(),
+        )
+        plane[address] = dealer
+        return dealer
+
+    def _close_one(self, plane: OrderedDict[str, _Dealer], address: str) -> None:
+        plane.pop(address).close(0)
+
+    def _on_control(self, parts: list[bytes]) -> None:
+        if self._receiver is None:
+            return
+        if len(parts) == 2:
+            self._receiver.on_control(parts[1])
+        else:
+            self._receiver.on_malformed()
+
+    def _on_bulk_request(self, parts: list[bytes]) -> None:
+        if self._receiver is None:
+            return
+        if len(parts) == 2:
+            self._receiver.on_bulk_request(Connection(parts[0]), parts[1])
+        else:
+            self._receiver.on_malformed()
+
+    def _on_bulk_reply(self, parts: list[zmq.Frame]) -> None:
+        if self._receiver is None:
+            return
+        if len(parts) in (1, 2) and len(parts[0]) <= FRAME_BYTES_MAX:
+            payload = memoryview(parts[1]).toreadonly() if len(parts) == 2 else None
+            self._receiver.on_bulk_reply(parts[0].bytes, payload)
+        else:
+            self._receiver.on_malformed()
+
+    def _on_stray(self, parts: list[zmq.Frame]) -> None:
+        if self._receiver is not None:
+            self._receiver.on_malformed()
+
+    def _on_event(self, plane: OrderedDict[str, _Dealer], address: str, parts: list[bytes]) -> None:
+        (event,) = struct.unpack_from("=H", parts[0])
+        if event & _LOST and address in plane and self._receiver is not None:
+            self._close_one(plane, address)
+            self._receiver.on_unreachable(address)
+
+    def _try_reply(self, connection: Connection, frame: bytes, payload: memoryview | None) -> bool | None:
+        """True: handed over; False: no such connection; None: its pipe is full."""
+        try:
+            self._bulk_router.send(connection, zmq.SNDMORE | zmq.NOBLOCK)
+            if payload is None:
+                self._bulk_router.send(frame, zmq.NOBLOCK)
+            else:
+                self._bulk_router.send(frame, zmq.SNDMORE | zmq.NOBLOCK)
+                self._bulk_router.send(payload, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        except zmq.ZMQError:
+            return False
+        self._bulk_watch.check()
+        return True
+
+    def _schedule_retry(self) -> None:
+        if self._retry is None:
+            self._retry = self._loop.call_later(RETRY_S, self._retry_replies)
+
+    def _retry_replies(self) -> None:
+        """A ROUTER cannot say which of its pipes has room again, so whoever waits is tried now and then."""
+        self._retry = None
+        for connection, waiting in list(self._waiting.items()):
+            while waiting:
+                sent = self._try_reply(connection, *waiting[0])
+                if sent is None:
+                    break
+                if not sent:
+                    waiting.clear()
+                    break
+                waiting.popleft()
+            if not waiting:
+                del self._waiting[connection]
+        if self._waiting:
+            self._schedule_retry()
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for plane in (self._control, self._bulk):
+            for address in [address for address, dealer in plane.items() if now - dealer.used_at > IDLE_S]:
+                self._close_one(plane, address)
+        self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
+
+
+def _configure(socket: zmq.Socket[bytes], hwm: int, frame_bytes_max: int) -> None:
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, hwm),
+        (zmq.RCVHWM, hwm),
+        (zmq.MAXMSGSIZE, frame_bytes_max),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.RECONNECT_IVL, -1),
+        (zmq.IMMEDIATE, 0),
+    ):
+        socket.setsockopt(option, value)
+
+
+def _require_loopback(host: str) -> None:
+    if not is_loopback(host):
+        raise ConfigError(
+            f"{host!r} is not a loopback address; encrypted transport for other addresses does not exist yet, use 127.0.0.1"
+        )

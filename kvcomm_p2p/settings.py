@@ -1,0 +1,219 @@
+"""What a user can set, from where, and what is wrong with it. The only reader of KVCOMM_* variables and of the
+settings file.
+
+Precedence: environment, then the TOML file (KVCOMM_CONFIG, or config.toml in the user's configuration folder), then
+defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import ipaddress
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.errors import SettingsError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the same parser under its older name
+    import tomli as tomllib
+
+PREFIX = "KVCOMM_"
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+
+
+def _default_runtime_dir() -> Path:
+    return Path(platformdirs.user_runtime_dir("kvcomm"))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one process; each field is also KVCOMM_<FIELD> and a key of the file. Raises ConfigError listing
+    all problems."""
+
+    state_dir: Path = field(default_factory=lambda: Path(platformdirs.user_state_dir("kvcomm")))
+    """Cluster key and what must survive a restart."""
+
+    cache_dir: Path = field(default_factory=lambda: Path(platformdirs.user_cache_dir("kvcomm")))
+    """Models and whatever can be made again."""
+
+    runtime_dir: Path = field(default_factory=_default_runtime_dir)
+    """Unix sockets of running nodes."""
+
+    cluster: str = "default"
+    """Nodes of clusters with different names refuse each other."""
+
+    bind_host: str = "127.0.0.1"
+    """Address to listen on. Only loopback for now: traffic is authenticated but not encrypted."""
+
+    advertise_host: str = ""
+    """Address under which peers reach this node; empty: `bind_host`."""
+
+    control_port: int = 0
+    """0: any free port."""
+
+    bulk_port: int = 0
+    """0: any free port."""
+
+    pool_bytes_max: int = 1 << 30
+    """Bytes of KV that a node holds ("512MiB" works)."""
+
+    pool_anchors_max: int = 5000
+    """Anchors that a node holds."""
+
+    gossip_interval_s: float = 0.2
+    """Seconds between gossip rounds."""
+
+    peer_timeout_s: float = 6.0
+    """Seconds of silence until a peer counts as gone."""
+
+    tokens_timeout_s: float = 0.1
+    """Seconds that a request waits for a peer's token ids."""
+
+    pull_stall_timeout_s: float = 0.2
+    """Seconds without progress until a pull is given up."""
+
+    def __post_init__(self) -> None:
+        problems = [*self._bad_addresses(), *self._bad_folders(), *self._bad_node_values()]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read file and environment (`os.environ` unless given). Raises ConfigError listing every problem with its
+        fix."""
+        environ = os.environ if environ is None else environ
+        problems: list[str] = []
+        given = _from_file(environ, problems)
+        for name, text in environ.items():
+            if name.startswith(PREFIX) and name != f"{PREFIX}CONFIG":
+                given[name[len(PREFIX) :].lower()] = (name, text)
+        values: dict[str, Any] = {}
+        kinds = {item.name: item.type for item in fields(cls)}
+        for key, (source, text) in given.items():
+            if key not in kinds:
+                near = difflib.get_close_matches(key, kinds, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(kinds)}"
+                problems.append(f"{source} is not a setting{hint}")
+                continue
+            try:
+                values[key] = _parse(str(kinds[key]), key, text)
+            except ValueError as error:
+                problems.append(f"{source}: {error}")
+        try:
+            settings = cls(**values)
+        except ConfigError as error:
+            raise ConfigError("; ".join([*problems, str(error)])) from None
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return settings
+
+    def node_config(self) -> NodeConfig:
+        """The protocol's settings; the cluster's id is a digest of its name (its key is checked by every seal)."""
+        return NodeConfig(
+            cluster_id=hashlib.sha256(b"kvcomm cluster\0" + self.cluster.encode()).digest()[:16],
+            gossip_interval_s=self.gossip_interval_s,
+            peer_timeout_s=self.peer_timeout_s,
+            tokens_timeout_s=self.tokens_timeout_s,
+            pull_stall_timeout_s=self.pull_stall_timeout_s,
+            pool_bytes_max=self.pool_bytes_max,
+            pool_anchors_max=self.pool_anchors_max,
+        )
+
+    def _bad_addresses(self) -> list[str]:
+        problems = []
+        for name, host in (("bind_host", self.bind_host), ("advertise_host", self.advertise_host or self.bind_host)):
+            if not is_loopback(host):
+                problems.append(
+                    f"{name} {host!r} is not a loopback address; encrypted transport for other addresses does not "
+                    "exist yet, use 127.0.0.1"
+                )
+        for name in ("control_port", "bulk_port"):
+            port = getattr(self, name)
+            if not 0 <= port <= 65535:
+                problems.append(f"{name} {port} is not between 0 and 65535; use 0 for any free port")
+        if self.control_port and self.control_port == self.bulk_port:
+            problems.append(f"control_port and bulk_port are both {self.control_port}; use 0 for one of them")
+        if not self.cluster:
+            problems.append('cluster is empty; use a name such as "default"')
+        return problems
+
+    def _bad_folders(self) -> list[str]:
+        problems = []
+        for name in ("state_dir", "cache_dir", "runtime_dir"):
+            path = getattr(self, name)
+            if not path.is_absolute():
+                problems.append(f"{name} {str(path)!r} is not an absolute path")
+            elif path.exists() and not path.is_dir():
+                problems.append(f"{name} {str(path)!r} is a file; name a folder")
+        return problems
+
+    def _bad_node_values(self) -> list[str]:
+        try:
+            self.node_config()
+        except SettingsError as error:
+            return list(error.problems)
+        return []
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host` ("localhost" or an IPv4 address in 127.0.0.0/8)."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _from_file(environ: Mapping[str, str], problems: list[str]) -> dict[str, tuple[str, Any]]:
+    named = environ.get(f"{PREFIX}CONFIG", "")
+    path = Path(named) if named else Path(platformdirs.user_config_dir("kvcomm")) / "config.toml"
+    if not named and not path.is_file():
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.append(f"settings file {path} cannot be read: {error}")
+        return {}
+    return {key: (f"{key} in {path}", value) for key, value in table.items()}
+
+
+def _parse(kind: str, key: str, value: Any) -> Any:
+    """Raises ValueError saying what would be right."""
+    if isinstance(value, bool | list | dict):
+        raise ValueError(f"{value!r} must be a text or a number")
+    if kind == "Path":
+        return Path(str(value)).expanduser()
+    if kind == "str":
+        return str(value)
+    if kind == "float":
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not a number") from None
+    if key.endswith("bytes_max"):
+        return _parse_bytes(str(value))
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not a whole number") from None
+
+
+def _parse_bytes(text: str) -> int:
+    digits = text.strip().rstrip("BbKkMmGgIi ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"{text!r} is not a size; write for example 512MiB or 1GiB") from None
