@@ -1,0 +1,202 @@
+"""How a finished sequence is cut into anchors for publishing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcomm_p2p.planning.chains import ChainHasher, TokenIds, anchor_id, sequence_id
+from kvcomm_p2p.planning.winnow import EQUAL_TOKENS_MIN, fingerprints
+from kvcomm_p2p.protocol.anchors import (
+    ANCHOR_TOKENS_MAX,
+    BLOCK_TOKENS,
+    HOPS_PUBLISHED_MAX,
+    AnchorMeta,
+    KVLayout,
+    Visibility,
+)
+from kvcomm_p2p.protocol.ids import ChainHash, ModelId, SequenceId
+
+
+class VisibilityMark(NamedTuple):
+    """From token `start` on, text is `visibility`; `group`: the group's tag for Visibility.GROUP, else empty."""
+
+    start: int
+    visibility: Visibility
+    group: bytes = b""
+
+
+class Segment(NamedTuple):
+    """An anchor and its token ids: uint32 [meta.tokens], read-only, a copy."""
+
+    meta: AnchorMeta
+    token_ids: TokenIds
+
+
+class _Region(NamedTuple):
+    """Largest stretch of blocks with the same visibility."""
+
+    start: int
+    end: int
+    visibility: Visibility
+    group: bytes
+
+
+def cut_anchors(
+    token_ids: TokenIds,
+    *,
+    hops: Sequence[tuple[int, int]],
+    visibility: Sequence[VisibilityMark],
+    model_id: ModelId,
+    layout: KVLayout,
+    key: bytes,
+    variant: bytes = b"",
+    start: int = 0,
+    sequence: SequenceId | None = None,
+) -> list[Segment]:
+    """Anchors for [start, T) of a sequence (`token_ids` uint32 [T], from position 0), ascending, without gaps.
+
+    `hops`: ascending (first position, repairs behind it), as `spans.hops_at` gives; what comes later never counts less.
+    `visibility`: ascending marks; a token is as strict as the strictest before it (two different groups: private), a
+    block as its strictest token. What has more repairs behind it than may be published becomes private, for our own
+    next turn. Anchors have at most ANCHOR_TOKENS_MAX tokens and are cut at block boundaries, so that an exact one holds
+    exact tokens only and one that others may see nothing stricter. `variant`: a nonce of the caller's (not empty if any
+    hops > 0), part of the ids of KV that is not exact; exact anchors of equal tokens have equal ids on every node.
+
+    A prompt is published up to a block boundary, and its answer later with `start` there. KV that is not exact then
+    goes on with `sequence` = the sequence id of the anchor before `start` (two answers to one prompt never share it:
+    the nonce differs), unless the visibility changes at `start`. Exact KV gets an id of its own, for the same reason,
+    and ends on the grid but for a last anchor of less than a block, so that its chain hash ties it to what stands
+    before.
+
+    Nothing that others may see depends on stricter tokens behind it: fingerprints and sequence id of each stretch of
+    equal visibility are computed from the tokens up to its end only. The first anchor behind such a border (and at
+    `start`) also carries the fingerprints of the windows that reach over it, so that runs across the border are found.
+    Raises ValueError for a start off the grid or beyond T, empty `token_ids`, or a missing variant.
+    """
+    tokens = np.asarray(token_ids, np.uint32)
+    if not 0 <= start < len(tokens) or start % BLOCK_TOKENS:
+        raise ValueError(f"start {start} must lie on the block grid inside {len(tokens)} tokens")
+    steps = _on_grid(hops)
+    if any(count > 0 for _, count in steps) and not variant:
+        raise ValueError("KV with repairs behind it needs a variant nonce")
+    cutter = _Cutter(tokens, steps, model_id, layout, key, variant)
+    segments: list[Segment] = []
+    regions = [region for region in _regions(visibility, len(tokens)) if region.end > start]
+    for number, region in enumerate(regions):
+        begin = max(start, region.start)
+        # A stricter stretch gets a name of its own, since names tell of all its tokens.
+        segments += cutter.cut(region, begin, sequence if number == 0 and region.start < start else None)
+    return segments
+
+
+class _Cutter:
+    """Cuts one sequence region by region, front to back."""
+
+    def __init__(
+        self,
+        tokens: TokenIds,
+        steps: Sequence[tuple[int, int]],
+        model_id: ModelId,
+        layout: KVLayout,
+        key: bytes,
+        variant: bytes,
+    ) -> None:
+        self._tokens, self._steps = tokens, steps
+        self._model_id, self._layout, self._key, self._variant = model_id, layout, key, variant
+        self._hasher = ChainHasher(key, model_id)
+
+    def cut(self, region: _Region, begin: int, name: SequenceId | None) -> list[Segment]:
+        """Anchors of [begin, region.end)."""
+        repaired = self._hops(region.end - 1) > 0
+        last_boundary = region.end - region.end % BLOCK_TOKENS
+        cuts = {at for at, _ in self._steps if begin < at < region.end}
+        if begin and not repaired and begin < last_boundary:
+            cuts.add(last_boundary)
+        bounds = [begin, *sorted(cuts - {region.end}), region.end]
+        pieces = [
+            (at, min(at + ANCHOR_TOKENS_MAX, stop))
+            for first, stop in pairwise(bounds)
+            for at in range(first, stop, ANCHOR_TOKENS_MAX)
+        ]
+        ends = self._prefix_digests([end for _, end in pieces])
+        if name is None or not repaired:
+            name = sequence_id(ends[-1], self._key, self._variant if repaired else b"")
+        values, positions = fingerprints(self._tokens[: region.end], self._key)
+        segments: list[Segment] = []
+        for (at, end), digest in zip(pieces, ends, strict=True):
+            since = at if segments else max(0, at - EQUAL_TOKENS_MIN + 1)
+            inside = np.unique(values[(positions >= since) & (positions < end)])
+            segments.append(self._segment(region, at, end, digest, name, inside.astype("<u4").tobytes()))
+        return segments
+
+    def _segment(
+        self, region: _Region, start: int, end: int, digest: bytes, name: SequenceId, values: bytes
+    ) -> Segment:
+        hops = self._hops(start)
+        visibility, group = region.visibility, region.group
+        if hops > HOPS_PUBLISHED_MAX:
+            visibility, group = Visibility.PRIVATE, b""
+        chained = hops == 0 and end % BLOCK_TOKENS == 0
+        meta = AnchorMeta(
+            anchor_id=anchor_id(digest, start, end, self._key, name if hops else b""),
+            model_id=self._model_id,
+            sequence_id=name,
+            start=start,
+            end=end,
+            chain_end=ChainHash(digest if chained else b""),
+            fingerprints=values,
+            hops=hops,
+            visibility=visibility,
+            group=group,
+            kv_bytes=self._layout.block_bytes(end - start),
+        )
+        token_ids = self._tokens[start:end].copy()
+        token_ids.flags.writeable = False
+        return Segment(meta, token_ids)
+
+    def _hops(self, position: int) -> int:
+        return max(count for at, count in self._steps if at <= position)
+
+    def _prefix_digests(self, ends: Iterable[int]) -> list[bytes]:
+        """prefix_digest of [0, end) for each of the ascending `ends`."""
+        digests = []
+        for end in ends:
+            self._hasher.extend(self._tokens[self._hasher.tokens : end])
+            digests.append(self._hasher.prefix_digest())
+        return digests
+
+
+def _on_grid(hops: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Steps of the largest hops so far, each moved to the block boundary at or below it, beginning with (0, ...)."""
+    steps = [(0, 0)]
+    for at, count in hops:
+        if count > steps[-1][1]:
+            at -= at % BLOCK_TOKENS
+            if at == steps[-1][0]:
+                steps.pop()
+            steps.append((at, count))
+    return steps
+
+
+def _regions(marks: Iterable[VisibilityMark], total: int) -> list[_Region]:
+    """Stretches of equal visibility, ever stricter, on the block grid, covering [0, total)."""
+    steps: list[tuple[int, Visibility, bytes]] = [(0, Visibility.PUBLIC, b"")]
+    for mark in marks:
+        if mark.start >= total:
+            break
+        _, level, group = steps[-1]
+        wanted = max(level, mark.visibility)
+        if level is Visibility.GROUP and mark.visibility is Visibility.GROUP and mark.group != group:
+            wanted = Visibility.PRIVATE
+        if wanted == level:
+            continue
+        at = mark.start - mark.start % BLOCK_TOKENS
+        if at == steps[-1][0]:
+            steps.pop()
+        steps.append((at, wanted, mark.group if wanted is Visibility.GROUP else b""))
+    ends = [*(at for at, _, _ in steps[1:]), total]
+    return [_Region(at, end, level, group) for (at, level, group), end in zip(steps, ends, strict=True)]
