@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,7 @@ from kvcomm_p2p import __version__
 from kvcomm_p2p.cli.bench import bench
 from kvcomm_p2p.cli.models import models
 from kvcomm_p2p.cli.outcome import guarded
-
-if TYPE_CHECKING:
-    from kvcomm_p2p.settings import Settings
+from kvcomm_p2p.cli.setup import load_settings
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 NODES_MAX = 64
@@ -85,7 +83,7 @@ def node(
     from kvcomm_p2p.cli.node import NodeOptions, run_node
 
     options = NodeOptions(name, tuple(join or ()), model, role, system, port, as_json, watch_parent)
-    raise typer.Exit(run_node(options, _settings()))
+    raise typer.Exit(run_node(options, load_settings()))
 
 
 @app.command()
@@ -136,7 +134,7 @@ def ask(
     from kvcomm_p2p.cli.ask import Question, run_ask
 
     asked = Question(question, tuple(file or ()), tuple(slot or ()), mode.value, {"max_new_tokens": max_new_tokens})
-    run_ask(_settings().runtime_dir, node, asked, as_json=as_json)
+    run_ask(load_settings().runtime_dir, node, asked, as_json=as_json)
 
 
 @app.command()
@@ -150,10 +148,4 @@ def status(
     """Show running nodes: peers, anchors, pool, and the share of prompt tokens that were not computed."""
     from kvcomm_p2p.cli.status import run_status
 
-    run_status(_settings().runtime_dir, node, as_json=as_json)
-
-
-def _settings() -> Settings:
-    from kvcomm_p2p.settings import Settings
-
-    return Settings.from_env()
+    run_status(load_settings().runtime_dir, node, as_json=as_json)

@@ -33,7 +33,12 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1
 
 
 def _default_runtime_dir() -> Path:
-    return Path(platformdirs.user_runtime_dir("kvcomm"))
+    """A folder that goes with the session; without a session (containers, ssh commands) one of the user's own in /tmp.
+
+    platformdirs would warn and share a parent there, which another user could have made first.
+    """
+    session = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(session) / "kvcomm" if Path(session).is_dir() and session else Path(f"/tmp/kvcomm-{os.getuid()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random models made in memory, never downloaded."""
+"""Shared fixtures: tiny random models made in memory, never downloaded. Skips, with its reason, what cannot run here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 # Before anything imports triton: its kernels then run on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -61,3 +61,31 @@ def tiny_runner(tiny_llama: Callable[..., Any], tiny_tokenizer: Any) -> Any:
     from kvcomm_p2p.model.runner import ModelRunner
 
     return ModelRunner.from_model(tiny_llama(vocab_size=259), tiny_tokenizer, "tiny-llama")
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Skips tests marked `model` without the default model, and those marked `gpu` without a GPU."""
+    for marker, why_not in (("model", _why_no_model), ("gpu", _why_no_gpu)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = why_not() if marked else ""
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_model() -> str:
+    from kvcomm_p2p.errors import ModelError
+    from kvcomm_p2p.model.registry import DEFAULT_MODEL, find_folder
+    from kvcomm_p2p.settings import Settings
+
+    try:
+        find_folder(DEFAULT_MODEL, Settings.from_env().cache_dir)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs an NVIDIA GPU"

@@ -74,8 +74,8 @@ def test_interrupted_while_starting(kvcomm: Kvcomm, number: signal.Signals) -> N
     node = kvcomm.start("node", "--name", "planner", "--json", FAKE_START_S="60")
     node.wait_for("starting")
     code = node.interrupt(number)
-    # A signal that comes before our handler ends the process in Python's (130) or the system's (-15) way.
-    assert code in (130, -signal.SIGTERM)
+    # A signal that comes before our handler may end the process itself, which a shell shows as 128 + number.
+    assert code in (130, -number)
     assert running_nodes(kvcomm.runtime_dir) == []
     assert "Traceback" not in "".join(node.lines)
 

@@ -1,0 +1,15 @@
+"""What every command needs before it works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.settings import Settings
+
+
+def load_settings() -> Settings:
+    """Settings of this process, from the file and the environment. Raises ConfigError listing every problem."""
+    from kvcomm_p2p.settings import Settings
+
+    return Settings.from_env()
