@@ -11,6 +11,7 @@ indirect ping and their answers).
 from __future__ import annotations
 
 import enum
+from dataclasses import fields
 from typing import Annotated, Union
 
 from msgspec import Meta, Struct
@@ -71,6 +72,9 @@ _KvBytes = Annotated[int, Meta(ge=1, le=BLOCK_BYTES_MAX * BLOCKS_PER_ANCHOR_MAX)
 _BlockIndex = Annotated[int, Meta(ge=0, lt=BLOCKS_PER_ANCHOR_MAX)]
 _Ordinal = Annotated[int, Meta(ge=0, lt=PULL_BLOCKS_MAX)]
 _Version = Annotated[int, Meta(ge=1, le=65535)]
+
+
+_META_FIELDS = tuple(field.name for field in fields(AnchorMeta))
 
 
 def _require(condition: bool, problem: str) -> None:
@@ -197,35 +201,10 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
     @classmethod
     def of(cls, seq: int, meta: AnchorMeta) -> Put:
         """Raises ValueError if `meta` must not or cannot be gossiped."""
-        return cls(
-            seq=seq,
-            anchor_id=meta.anchor_id,
-            model_id=meta.model_id,
-            sequence_id=meta.sequence_id,
-            start=meta.start,
-            end=meta.end,
-            chain_end=meta.chain_end,
-            fingerprints=meta.fingerprints,
-            hops=meta.hops,
-            visibility=meta.visibility,
-            group=meta.group,
-            kv_bytes=meta.kv_bytes,
-        )
+        return cls(seq, *(getattr(meta, name) for name in _META_FIELDS))
 
     def meta(self) -> AnchorMeta:
-        return AnchorMeta(
-            anchor_id=self.anchor_id,
-            model_id=self.model_id,
-            sequence_id=self.sequence_id,
-            start=self.start,
-            end=self.end,
-            chain_end=self.chain_end,
-            fingerprints=self.fingerprints,
-            hops=self.hops,
-            visibility=self.visibility,
-            group=self.group,
-            kv_bytes=self.kv_bytes,
-        )
+        return AnchorMeta(*(getattr(self, name) for name in _META_FIELDS))
 
 
 class Del(Struct, frozen=True, array_like=True, tag=2):

@@ -30,6 +30,20 @@ class _Entry:
         return self.used_at + FREQUENCY_BONUS_S * math.log2(self.uses)
 
 
+class Lease:
+    """Protection of one held anchor from eviction. Harmless if the anchor is forgotten meanwhile."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, entry: _Entry) -> None:
+        self._entry: _Entry | None = entry
+
+    def release(self) -> None:
+        if self._entry is not None:
+            self._entry.leases -= 1
+            self._entry = None
+
+
 @dataclass(frozen=True, slots=True)
 class PoolChange:
     """What a change of the pool asks of others: handles to drop, anchors that are new, changed or gone.
@@ -142,15 +156,13 @@ class Pool:
                 entry.used_at = max(entry.used_at, now)
                 entry.uses += 1
 
-    def lease(self, anchor_id: AnchorId) -> None:
-        """Protect a held anchor from eviction until `release`. Leases count."""
-        self._entries[anchor_id].leases += 1
-
-    def release(self, anchor_id: AnchorId) -> None:
-        """Undo one `lease`. An anchor that was forgotten meanwhile is ignored."""
+    def lease(self, anchor_id: AnchorId) -> Lease | None:
+        """Protect a held anchor from eviction until the lease is released. None if it is not held. Leases count."""
         entry = self._entries.get(anchor_id)
-        if entry is not None and entry.leases:
-            entry.leases -= 1
+        if entry is None:
+            return None
+        entry.leases += 1
+        return Lease(entry)
 
     def _insert(self, entry: _Entry) -> None:
         meta = entry.held.meta

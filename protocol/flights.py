@@ -1,0 +1,118 @@
+"""The nouns of pulling: fetches, flights and pulls in progress."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
+from kvcomm_p2p.protocol.events import Effect, FetchRequested, FinishFetch, FoundBlock, MissedBlock, Want
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.messages import PullFailedReason
+
+FlightKey = tuple[BlockKey, int, bytes]
+"""Block, size and digest: two fetches that were told different digests do not share a flight."""
+
+
+OWN_REASONS = (MissReason.CANCELLED, MissReason.DEADLINE)
+"""Reasons that concern the leading fetch alone."""
+
+FAILED_AS = {
+    PullFailedReason.NOT_FOUND: MissReason.NOT_FOUND,
+    PullFailedReason.BUSY: MissReason.BUSY,
+    PullFailedReason.EVICTED: MissReason.EVICTED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A caller's request. `results` in the order wanted; `open` of them are missing still; `lost_s` so far."""
+
+    event: FetchRequested
+    started_at: float
+    results: list[FoundBlock | MissedBlock | None]
+    open: int
+    lost_s: float = 0.0
+
+    def answer(self) -> FinishFetch:
+        found = tuple(result for result in self.results if isinstance(result, FoundBlock))
+        missed = tuple(result for result in self.results if isinstance(result, MissedBlock))
+        return FinishFetch(self.event.fetch_id, found, missed, self.lost_s)
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One block on its way. `position` in the leading fetch; `arrived`: whole, being verified; `settled`: decided."""
+
+    key: FlightKey
+    want: Want
+    pull: PullState
+    followers: list[tuple[Fetch, int]] = field(default_factory=list)
+    position: int = 0
+    received: int = 0
+    arrived: bool = False
+    settled: bool = False
+
+
+class Phase(enum.Enum):
+    """Where a pull stands with its holder."""
+
+    QUEUED = 0
+    """Waits until fewer pulls of its holder are active."""
+    ACTIVE = 1
+    BUSY = 2
+    """The holder was busy; asks again at `retry_at`."""
+
+
+@dataclass(slots=True, eq=False)
+class PullState:
+    """`progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now.
+
+    `waited`: it was queued for a while.
+    """
+
+    pull_id: int
+    fetch: Fetch
+    holder: NodeId
+    bulk: str
+    progress_at: float
+    phase: Phase = Phase.QUEUED
+    flights: list[Flight] = field(default_factory=list)
+    current: int = 0
+    received: int = 0
+    credited: int = 0
+    waited: bool = False
+    retry_at: float = math.inf
+
+    @property
+    def waits(self) -> bool:
+        """Whether the holder still owes something."""
+        return any(not (flight.arrived or flight.settled) for flight in self.flights)
+
+    def expects(self, ordinal: int, offset: int, length: int) -> Flight | None:
+        """The flight that these bytes continue, None if they are out of order or too many.
+
+        Blocks come in order, each whole before the next. One that is skipped has failed at the holder, and the message
+        that says so may come later.
+        """
+        if not self.current <= ordinal < len(self.flights) or length <= 0:
+            return None
+        current, flight = self.flights[self.current], self.flights[ordinal]
+        if flight.settled or flight.arrived or offset != flight.received:
+            return None
+        if flight is not current and current.received and not (current.arrived or current.settled):
+            return None
+        return flight if offset + length <= flight.want.kv_bytes else None
+
+
+def key_of(want: Want) -> FlightKey:
+    return want.key, want.kv_bytes, want.digest
+
+
+class PullViolation(ValueError):
+    """A holder broke the rules of a pull; `effects` end it."""
+
+    def __init__(self, detail: str, effects: list[Effect]) -> None:
+        super().__init__(detail)
+        self.effects = effects

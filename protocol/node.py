@@ -1,0 +1,342 @@
+"""The node: one entry for everything that happens, one exit for everything it asks for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
+from kvcomm_p2p.protocol.community import Community
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.events import (
+    AnchorsForgotten,
+    AnchorsPublished,
+    AnchorsUsed,
+    AnchorTokens,
+    BlockUnavailable,
+    BlockVerified,
+    ChunkReceived,
+    DropBlock,
+    Effect,
+    Event,
+    FetchCancelled,
+    FetchRequested,
+    FinishFetch,
+    JoinRequested,
+    LeaveRequested,
+    MessageReceived,
+    MissedBlock,
+    PeerUnreachable,
+    ReportPeer,
+    SendMessage,
+    TimerExpired,
+    TokensRequested,
+)
+from kvcomm_p2p.protocol.flights import PullViolation
+from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
+from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
+from kvcomm_p2p.protocol.membership import PeerState
+from kvcomm_p2p.protocol.messages import (
+    Ack,
+    Bye,
+    CancelPull,
+    Chunk,
+    Credit,
+    GetTokens,
+    Hello,
+    MemberRecord,
+    NoTokens,
+    Pull,
+    PullFailed,
+    Refused,
+    Syn,
+    SynAck,
+    Tokens,
+    Welcome,
+)
+from kvcomm_p2p.protocol.penalties import PenaltyBox
+from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
+from kvcomm_p2p.protocol.pulls import Pulls
+from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
+from kvcomm_p2p.protocol.uploads import Uploads
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """A peer as this node sees it.
+
+    `state`: "alive", "expired" or "left". `heard_age_s`: seconds since its heartbeat last rose. `penalty_s`: seconds
+    for which it is not asked for anything because it failed to deliver.
+    """
+
+    node_id: NodeId
+    name: str
+    state: str
+    model_id: ModelId
+    control: str
+    bulk: str
+    anchors: int
+    heard_age_s: float
+    penalty_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason."""
+
+    pool_bytes: int
+    pool_anchors: int
+    peers_alive: int
+    peers_known: int
+    peer_anchors: int
+    fetches: int
+    pulls: int
+    uploads: int
+    received_bytes: int
+    sent_bytes: int
+    violations: int
+    unknown_senders: int
+    unasked_chunks: int
+    busy: int
+    rejected_anchors: int
+    refused_deltas: int
+    messages: Mapping[str, int]
+    misses: Mapping[str, int]
+
+
+class Node:
+    """One member of the cluster, without I/O.
+
+    `rng` must not be shared with other nodes. `now` is seconds of any monotonic clock, the same for all calls; time
+    that runs backwards is taken to stand still. Methods other than `handle` are pure reads.
+    """
+
+    def __init__(self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float) -> None:
+        self.me = me
+        self._now = now
+        self._left = False
+        self._community = Community(config, me, rng, now)
+        self._members = self._community.members
+        self._pool = Pool(config.pool_bytes_max, config.pool_anchors_max)
+        self._penalties = PenaltyBox(config.penalty_first_s, config.penalty_max_s)
+        self._pulls = Pulls(config, self._members, self._penalties)
+        self._uploads = Uploads(config, self._pool, self._members)
+        self._tokens = TokenRequests(config, self._penalties)
+        self._messages: dict[str, int] = {}
+        self._violations = 0
+        self._rejected = 0
+        self._on_event: dict[type, Callable[[Any, float], list[Effect]]] = {
+            JoinRequested: self._community.join,
+            LeaveRequested: self._on_leave,
+            TimerExpired: self._on_timer,
+            MessageReceived: self._on_message,
+            ChunkReceived: self._on_chunk,
+            PeerUnreachable: lambda event, now: self._community.unreachable(event.peer, now),
+            AnchorsPublished: self._on_published,
+            AnchorsForgotten: lambda event, now: self._on_pool_change(self._pool.forget(event.anchor_ids), now),
+            AnchorsUsed: self._on_used,
+            TokensRequested: self._on_tokens_requested,
+            FetchRequested: self._on_fetch,
+            FetchCancelled: lambda event, now: self._pulls.cancel(event.fetch_id, now),
+            BlockVerified: self._on_verified,
+            BlockUnavailable: lambda event, now: self._uploads.unavailable(event),
+        }
+        self._on_message_type: dict[type, Callable[[NodeId, Any, float], list[Effect]]] = {
+            Hello: self._community.hello,
+            Welcome: self._community.welcome,
+            Refused: lambda sender, message, now: self._community.refused(sender, message),
+            Bye: self._community.bye,
+            Syn: self._community.syn,
+            SynAck: self._community.syn_ack,
+            Ack: lambda sender, message, now: self._community.ack(message, now),
+            GetTokens: self._on_get_tokens,
+            Tokens: lambda sender, message, now: self._tokens.answered(sender, message),
+            NoTokens: lambda sender, message, now: self._tokens.answered(sender, message),
+            Pull: self._uploads.start,
+            Credit: self._uploads.credit,
+            CancelPull: self._on_cancel_pull,
+            Chunk: self._on_stray_chunk,
+            PullFailed: self._pulls.failed,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in what happened at `now`; returns what to do, in this order.
+
+        Messages of peers never raise, whatever is in them. Raises ValueError or KeyError for events of our own that
+        break the contract in `events` (an anchor that contradicts itself, a fetch id in use).
+        """
+        self._now = now = max(now, self._now)
+        effects = self._on_event[type(event)](event, now)
+        return effects + self._after_peers_went(now)
+
+    def next_deadline(self) -> float:
+        """When the node wants TimerExpired. May be in the past: then at once."""
+        return min(
+            self._community.next_deadline(),
+            self._pulls.next_deadline(),
+            self._tokens.next_deadline(),
+            self._uploads.next_deadline(),
+        )
+
+    def find(self, lookup: Lookup) -> LookupResult:
+        """Anchors that share something with a prompt: own, and of peers that are alive and not in the penalty box."""
+        return self._community.directory.find(lookup, self._usable)
+
+    def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
+        return self._pool.get(anchor_id)
+
+    def peers(self) -> tuple[PeerView, ...]:
+        """All peers that are remembered, ascending by node id."""
+        views = [
+            PeerView(
+                node_id=peer.node_id,
+                name=peer.record.name,
+                state=peer.state.value,
+                model_id=peer.record.model_id,
+                control=peer.record.control,
+                bulk=peer.record.bulk,
+                anchors=self._community.replicas.anchors_of(peer.node_id),
+                heard_age_s=max(0.0, self._now - peer.heard_at),
+                penalty_s=self._penalties.left_s(peer.node_id, self._now),
+            )
+            for peer in self._members
+        ]
+        return tuple(sorted(views, key=lambda view: view.node_id))
+
+    def stats(self) -> NodeStats:
+        replicas = self._community.replicas
+        return NodeStats(
+            pool_bytes=self._pool.bytes,
+            pool_anchors=len(self._pool),
+            peers_alive=len(self._members.alive()),
+            peers_known=len(self._members),
+            peer_anchors=len(self._community.directory) - self._community.directory.count(self.me.node_id),
+            fetches=len(self._pulls),
+            pulls=self._pulls.pulling,
+            uploads=len(self._uploads),
+            received_bytes=self._pulls.received_bytes,
+            sent_bytes=self._uploads.sent_bytes,
+            violations=self._violations,
+            unknown_senders=self._community.unknown_senders,
+            unasked_chunks=self._pulls.unasked_chunks,
+            busy=self._uploads.busy,
+            rejected_anchors=self._rejected,
+            refused_deltas=replicas.refused,
+            messages=dict(self._messages),
+            misses={reason.value: count for reason, count in self._pulls.misses.items()},
+        )
+
+    def _usable(self, holder: NodeId, meta: AnchorMeta) -> bool:
+        if holder == self.me.node_id:
+            return True
+        if not self._members.is_alive(holder) or not may_see(meta, self.me.groups):
+            return False
+        return self._penalties.left_s(holder, self._now) == 0
+
+    def _on_timer(self, event: TimerExpired, now: float) -> list[Effect]:
+        effects = self._tokens.tick(now) + self._pulls.tick(now)
+        self._uploads.tick(now)
+        return effects if self._left else effects + self._community.tick(now)
+
+    def _on_leave(self, event: LeaveRequested, now: float) -> list[Effect]:
+        self._left = True
+        return self._tokens.shutdown(now) + self._pulls.shutdown(now) + self._community.leave()
+
+    def _on_message(self, event: MessageReceived, now: float) -> list[Effect]:
+        sender, message = event.sender, event.message
+        name = type(message).__name__
+        self._messages[name] = self._messages.get(name, 0) + 1
+        if self._left or sender == self.me.node_id:
+            return []
+        try:
+            return self._on_message_type[type(message)](sender, message, now)
+        except ValueError as violation:
+            return self._violated(sender, violation)
+
+    def _on_chunk(self, event: ChunkReceived, now: float) -> list[Effect]:
+        try:
+            return self._pulls.chunk(event, now)
+        except ValueError as violation:
+            return self._violated(event.sender, violation)
+
+    def _on_verified(self, event: BlockVerified, now: float) -> list[Effect]:
+        holder = self._pulls.holder_of(event.handle)
+        try:
+            return self._pulls.verified(event, now)
+        except ValueError as violation:
+            return self._violated(holder, violation)
+
+    def _violated(self, sender: NodeId, violation: ValueError) -> list[Effect]:
+        """Count it; report a peer's first, second, fourth, eighth ... violation, so that it cannot flood the log."""
+        self._violations += 1
+        effects = list(violation.effects) if isinstance(violation, PullViolation) else []
+        peer = self._members.get(sender)
+        if peer is not None:
+            peer.violations += 1
+            if peer.violations & (peer.violations - 1) == 0:
+                detail = f"{violation} ({peer.violations} so far)"
+                effects.append(ReportPeer(sender, peer.record.name, "violation", detail))
+        return effects
+
+    def _after_peers_went(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while self._community.gone:
+            peer = self._community.gone.pop(0)
+            self._uploads.peer_gone(peer)
+            effects += self._tokens.peer_gone(peer, now) + self._pulls.peer_gone(peer, now)
+        while self._community.forgotten:
+            self._penalties.forgive(self._community.forgotten.pop(0))
+        return effects
+
+    def _on_published(self, event: AnchorsPublished, now: float) -> list[Effect]:
+        return self._on_pool_change(self._pool.publish(event.anchors, now), now)
+
+    def _on_pool_change(self, change: PoolChange, now: float) -> list[Effect]:
+        self._community.announce(change, now)
+        self._rejected += change.rejected
+        return [DropBlock(handle) for handle in change.dropped]
+
+    def _on_used(self, event: AnchorsUsed, now: float) -> list[Effect]:
+        self._pool.use(event.anchor_ids, now)
+        return []
+
+    def _on_tokens_requested(self, event: TokensRequested, now: float) -> list[Effect]:
+        held = self._pool.get(event.anchor.anchor_id)
+        if held is not None and (held.meta.start, held.meta.end) == (event.anchor.start, event.anchor.end):
+            return [finish(event, AnchorTokens(held.meta, self.me.node_id, held.token_ids, held.digests))]
+        if event.holder == self.me.node_id:
+            return [finish(event, Miss(MissReason.EVICTED))]
+        if self._left:
+            return [finish(event, Miss(MissReason.SHUTDOWN))]
+        peer = self._members.get(event.holder)
+        if peer is None or not self._members.is_alive(event.holder):
+            return [finish(event, Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.value))]
+        if self._penalties.left_s(event.holder, now) > 0:
+            return [finish(event, Miss(MissReason.STALLED, "failed to deliver before"))]
+        effects: list[Effect] = [] if peer.introduced else [self._community.introduction(peer)]
+        question = self._tokens.ask(event, now)
+        return [*effects, SendMessage(peer.node_id, peer.record.control, question)]
+
+    def _on_get_tokens(self, sender: NodeId, message: GetTokens, now: float) -> list[Effect]:
+        peer = self._members.get(sender)
+        if peer is None or peer.state is PeerState.LEFT:
+            self._community.unknown_senders += 1
+            return []
+        answer = self._uploads.tokens_for(sender, message)
+        return [SendMessage(sender, peer.record.control, answer)]
+
+    def _on_fetch(self, event: FetchRequested, now: float) -> list[Effect]:
+        if not self._left:
+            return self._pulls.fetch(event, now)
+        missed = tuple(MissedBlock(want.key, Miss(MissReason.SHUTDOWN)) for want in event.wants)
+        dropped = [DropBlock(want.handle) for want in event.wants]
+        return [*dropped, FinishFetch(event.fetch_id, (), missed, 0.0)]
+
+    def _on_cancel_pull(self, sender: NodeId, message: CancelPull, now: float) -> list[Effect]:
+        self._uploads.cancel(sender, message)
+        return []
+
+    def _on_stray_chunk(self, sender: NodeId, message: Chunk, now: float) -> list[Effect]:
+        raise ValueError("a Chunk outside the bulk connection")

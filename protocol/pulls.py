@@ -1,0 +1,405 @@
+"""The puller's side: fetches are answered by pulls, and a block that two fetches want is pulled once.
+
+A *flight* is one block on its way: the fetch that asked first leads it, later ones follow and get the leader's handle
+(each with a reference of its own, see `events.RetainBlock`). If the leader loses it for a reason that does not concern
+a follower (its own deadline or cancellation, or another holder's fault), the followers pull it themselves, and time
+without progress that they already lost counts. A pull is one request to one holder for the blocks that its fetch leads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.events import (
+    BlockVerified,
+    ChunkReceived,
+    DropBlock,
+    Effect,
+    FetchRequested,
+    FoundBlock,
+    MissedBlock,
+    Plane,
+    RetainBlock,
+    SendMessage,
+    StoreChunk,
+    VerifyBlock,
+)
+from kvcomm_p2p.protocol.flights import (
+    FAILED_AS,
+    OWN_REASONS,
+    Fetch,
+    Flight,
+    FlightKey,
+    Phase,
+    PullState,
+    PullViolation,
+    key_of,
+)
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.membership import Membership
+from kvcomm_p2p.protocol.messages import (
+    PULL_BLOCKS_MAX,
+    CancelPull,
+    Credit,
+    Message,
+    Pull,
+    PullBlock,
+    PullFailed,
+    PullFailedReason,
+)
+from kvcomm_p2p.protocol.penalties import PenaltyBox
+
+
+class Pulls:
+    """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender."""
+
+    def __init__(self, config: NodeConfig, membership: Membership, penalties: PenaltyBox) -> None:
+        self._config = config
+        self._membership = membership
+        self._penalties = penalties
+        self._fetches: dict[int, Fetch] = {}
+        self._pulls: dict[int, PullState] = {}
+        self._flights: dict[FlightKey, Flight] = {}
+        self._verifying: dict[BlockHandle, Flight] = {}
+        self._next_pull_id = 1
+        self.received_bytes = 0
+        self.unasked_chunks = 0
+        self.misses: dict[MissReason, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    @property
+    def pulling(self) -> int:
+        return len(self._pulls)
+
+    def fetch(self, event: FetchRequested, now: float) -> list[Effect]:
+        """Start a fetch. Raises KeyError if its id is in use (our bug)."""
+        if event.fetch_id in self._fetches:
+            raise KeyError(f"fetch id {event.fetch_id} is in use")
+        fetch = Fetch(event, now, [None] * len(event.wants), len(event.wants))
+        self._fetches[event.fetch_id] = fetch
+        if not event.wants:
+            return self._finish(fetch)
+        return self._launch(fetch, list(range(len(event.wants))), now, progress_at=now)
+
+    def cancel(self, fetch_id: int, now: float) -> list[Effect]:
+        """Ignored if the fetch is finished already."""
+        fetch = self._fetches.get(fetch_id)
+        return [] if fetch is None else self._abandon(fetch, Miss(MissReason.CANCELLED), now)
+
+    def shutdown(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for fetch in tuple(self._fetches.values()):
+            if fetch.event.fetch_id in self._fetches:
+                effects += self._abandon(fetch, Miss(MissReason.SHUTDOWN), now)
+        return effects
+
+    def _launch(self, fetch: Fetch, positions: list[int], now: float, progress_at: float) -> list[Effect]:
+        """Follow blocks that are in flight; pull the others, or miss them at once if the holder is not to be asked."""
+        holder = fetch.event.holder
+        refusal = self._refusal(holder, now)
+        effects: list[Effect] = []
+        lead: list[int] = []
+        for position in positions:
+            key = key_of(fetch.event.wants[position])
+            flight = self._flights.get(key)
+            if flight is not None:
+                flight.followers.append((fetch, position))
+            elif refusal is not None:
+                effects += self._miss(fetch, position, refusal, 0.0)
+            else:
+                lead.append(position)
+        for first in range(0, len(lead), PULL_BLOCKS_MAX):
+            effects += self._open(fetch, lead[first : first + PULL_BLOCKS_MAX], now, progress_at)
+        return effects
+
+    def _refusal(self, holder: NodeId, now: float) -> Miss | None:
+        peer = self._membership.get(holder)
+        if peer is None or not self._membership.is_alive(holder):
+            return Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.value)
+        left_s = self._penalties.left_s(holder, now)
+        if left_s > 0:
+            return Miss(MissReason.STALLED, f"failed to deliver before; not asked for another {left_s:.1f} s")
+        return None
+
+    def _open(self, fetch: Fetch, positions: list[int], now: float, progress_at: float) -> list[Effect]:
+        peer = self._membership.get(fetch.event.holder)
+        if peer is None:
+            raise KeyError("a pull from an unknown holder")
+        pull = PullState(self._next_pull_id, fetch, peer.node_id, peer.record.bulk, progress_at)
+        self._next_pull_id += 1
+        for position in positions:
+            want = fetch.event.wants[position]
+            key = key_of(want)
+            if key in self._flights:  # named twice by one fetch
+                self._flights[key].followers.append((fetch, position))
+                continue
+            flight = Flight(key, want, pull, position=position)
+            pull.flights.append(flight)
+            self._flights[key] = flight
+        if not pull.flights:
+            return []
+        self._pulls[pull.pull_id] = pull
+        effects = self._start_queued(pull.holder, now)
+        pull.waited = pull.phase is Phase.QUEUED
+        return effects
+
+    def _start_queued(self, holder: NodeId, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        mine = [pull for pull in self._pulls.values() if pull.holder == holder]
+        active = sum(pull.phase is not Phase.QUEUED and pull.waits for pull in mine)
+        for pull in mine:
+            if pull.phase is Phase.QUEUED and active < self._config.pulls_per_peer_max:
+                active += 1
+                if pull.waited:
+                    pull.progress_at = now  # until now it waited for other pulls, which made progress
+                effects.append(self._ask(pull))
+        return effects
+
+    def _ask(self, pull: PullState) -> Effect:
+        pull.phase = Phase.ACTIVE
+        pull.retry_at = math.inf
+        blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes) for flight in pull.flights)
+        return _to_holder(pull, Pull(pull.pull_id, blocks, self._config.credit_bytes))
+
+    def chunk(self, event: ChunkReceived, now: float) -> list[Effect]:
+        """Bytes arrived. Those nobody asked for are dropped silently (they were on the way when a pull ended)."""
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or pull.phase is not Phase.ACTIVE:
+            self.unasked_chunks += 1
+            return []
+        if event.sender != pull.holder:
+            raise ValueError("chunk of somebody else's pull")
+        flight = pull.expects(event.ordinal, event.offset, event.length)
+        if flight is None:
+            detail = f"chunk at {event.ordinal}:{event.offset}+{event.length} does not continue the pull"
+            raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
+        pull.current = event.ordinal
+        pull.progress_at = now
+        pull.received += event.length
+        self.received_bytes += event.length
+        flight.received += event.length
+        want = flight.want
+        effects: list[Effect] = [StoreChunk(want.handle, event.offset, event.length, want.kv_bytes)]
+        if flight.received == want.kv_bytes:
+            flight.arrived = True
+            self._verifying[want.handle] = flight
+            effects.append(VerifyBlock(want.handle, want.digest))
+        return effects + self._credit(pull, now)
+
+    def _credit(self, pull: PullState, now: float) -> list[Effect]:
+        """Credit for a quarter of the window at a time, and for everything at the end, which ends the upload."""
+        done = not pull.waits
+        fresh = pull.received - pull.credited
+        effects: list[Effect] = []
+        if fresh > 0 and (done or fresh >= self._config.credit_bytes // 4):
+            pull.credited = pull.received
+            effects.append(_to_holder(pull, Credit(pull.pull_id, pull.received)))
+        if done:
+            effects += self._start_queued(pull.holder, now)
+        return effects
+
+    def verified(self, event: BlockVerified, now: float) -> list[Effect]:
+        """The driver compared a block with its digest. Ignored if the pull ended meanwhile."""
+        flight = self._verifying.pop(event.handle, None)
+        if flight is None:
+            return []
+        pull = flight.pull
+        if event.ok:
+            self._penalties.forgive(pull.holder)
+            return self._deliver(flight) + self._retire(pull, now)
+        key = flight.want.key
+        detail = f"block {key.index} of anchor {key.anchor_id[:4].hex()} is not what was announced"
+        raise self._violated(pull, MissReason.DIGEST_MISMATCH, detail, now)
+
+    def holder_of(self, handle: BlockHandle) -> NodeId:
+        """Who sent the block that is being verified; empty if none is."""
+        flight = self._verifying.get(handle)
+        return NodeId(b"") if flight is None else flight.pull.holder
+
+    def failed(self, sender: NodeId, message: PullFailed, now: float) -> list[Effect]:
+        """The holder says that a block, or the whole pull, does not come."""
+        pull = self._pulls.get(message.pull_id)
+        if pull is None or pull.phase is not Phase.ACTIVE:
+            return []
+        if sender != pull.holder:
+            raise ValueError("failure of somebody else's pull")
+        miss = Miss(FAILED_AS[message.reason])
+        if message.ordinal is None:
+            if not pull.waits:
+                return []
+            if message.reason is PullFailedReason.BUSY and self._retries(pull, message.retry_after_s, now):
+                return []
+            lost_s = now - pull.progress_at if message.reason is PullFailedReason.BUSY else 0.0
+            return self._end([pull], miss, now, lost_s, tell_holder=False)
+        if message.ordinal >= len(pull.flights) or pull.flights[message.ordinal].arrived:
+            detail = f"block {message.ordinal} failed after it arrived, or was never asked for"
+            raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
+        flight = pull.flights[message.ordinal]
+        if flight.settled:
+            return []
+        pull.progress_at = now
+        pull.received -= flight.received
+        effects = self._lose(flight, miss, now, 0.0)
+        if pull.pull_id in self._pulls:
+            effects += self._credit(pull, now)
+        return effects + self._retire(pull, now)
+
+    def _retries(self, pull: PullState, retry_after_s: float, now: float) -> bool:
+        """Whether there is time to ask a busy holder again. Asking does not count as progress."""
+        retry_at = now + max(retry_after_s, 0.005)
+        in_time = retry_at < min(pull.progress_at + self._config.pull_stall_timeout_s, pull.fetch.event.deadline)
+        if pull.received or not in_time:
+            return False
+        pull.phase = Phase.BUSY
+        pull.retry_at = retry_at
+        return True
+
+    def next_deadline(self) -> float:
+        deadline = min((fetch.event.deadline for fetch in self._fetches.values()), default=math.inf)
+        for pull in self._pulls.values():
+            deadline = min(deadline, pull.retry_at, self._stalls_at(pull))
+        return deadline
+
+    def tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for fetch in tuple(self._fetches.values()):
+            if fetch.event.deadline <= now and fetch.event.fetch_id in self._fetches:
+                effects += self._abandon(fetch, Miss(MissReason.DEADLINE), now)
+        for pull in tuple(self._pulls.values()):
+            if pull.pull_id not in self._pulls:
+                continue
+            if pull.phase is Phase.BUSY and pull.retry_at <= now:
+                effects.append(self._ask(pull))
+            elif self._stalls_at(pull) <= now:
+                lost_s = now - pull.progress_at
+                miss = Miss(MissReason.STALLED, f"nothing came for {lost_s:.3f} s")
+                self._penalties.punish(pull.holder, now)
+                effects += self._end([pull, *self._queued(pull.holder)], miss, now, lost_s)
+        return effects
+
+    def _stalls_at(self, pull: PullState) -> float:
+        if pull.phase is not Phase.ACTIVE or not pull.waits:
+            return math.inf
+        return pull.progress_at + self._config.pull_stall_timeout_s
+
+    def _queued(self, holder: NodeId) -> list[PullState]:
+        return [pull for pull in self._pulls.values() if pull.holder == holder and pull.phase is Phase.QUEUED]
+
+    def peer_gone(self, peer: NodeId, now: float) -> list[Effect]:
+        """The holder left, expired or cannot be reached."""
+        pulls = [pull for pull in self._pulls.values() if pull.holder == peer]
+        since = min((pull.progress_at for pull in pulls if pull.phase is not Phase.QUEUED and pull.waits), default=now)
+        return self._end(pulls, Miss(MissReason.UNREACHABLE), now, now - since, tell_holder=False)
+
+    def _deliver(self, flight: Flight) -> list[Effect]:
+        """A block is here and right: the leader and every follower get one reference to its handle."""
+        flight.settled = True
+        del self._flights[flight.key]
+        handle = flight.want.handle
+        owners = [(flight.pull.fetch, flight.position), *flight.followers]
+        effects: list[Effect] = [RetainBlock(handle) for _ in flight.followers]
+        effects += [DropBlock(fetch.event.wants[position].handle) for fetch, position in flight.followers]
+        for fetch, position in owners:
+            fetch.results[position] = FoundBlock(fetch.event.wants[position].key, handle)
+            fetch.open -= 1
+            if not fetch.open:
+                effects += self._finish(fetch)
+        return effects
+
+    def _lose(self, flight: Flight, miss: Miss, now: float, lost_s: float) -> list[Effect]:
+        """A block does not come. Followers whom the reason concerns lose it too, the others pull it themselves."""
+        flight.settled = True
+        del self._flights[flight.key]
+        self._verifying.pop(flight.want.handle, None)
+        pull = flight.pull
+        effects = self._miss(pull.fetch, flight.position, miss, lost_s)
+        again: dict[int, list[int]] = {}
+        for fetch, position in flight.followers:
+            concerned = miss.reason in (MissReason.STALLED, MissReason.SHUTDOWN) or fetch.event.holder == pull.holder
+            if fetch is pull.fetch or (concerned and miss.reason not in OWN_REASONS):
+                effects += self._miss(fetch, position, miss, min(lost_s, now - fetch.started_at))
+            else:
+                again.setdefault(fetch.event.fetch_id, []).append(position)
+        for fetch_id, positions in again.items():
+            effects += self._launch(self._fetches[fetch_id], positions, now, min(now, pull.progress_at))
+        return effects
+
+    def _miss(self, fetch: Fetch, position: int, miss: Miss, lost_s: float) -> list[Effect]:
+        want = fetch.event.wants[position]
+        fetch.results[position] = MissedBlock(want.key, miss)
+        fetch.open -= 1
+        fetch.lost_s = max(fetch.lost_s, lost_s)
+        self.misses[miss.reason] = self.misses.get(miss.reason, 0) + 1
+        effects: list[Effect] = [DropBlock(want.handle)]
+        return effects if fetch.open else effects + self._finish(fetch)
+
+    def _end(
+        self, pulls: Iterable[PullState], miss: Miss, now: float, lost_s: float, *, tell_holder: bool = True
+    ) -> list[Effect]:
+        """End pulls of one holder together; what has not been delivered is missed."""
+        effects: list[Effect] = []
+        ending = [pull for pull in pulls if self._pulls.pop(pull.pull_id, None) is not None]
+        for pull in ending:
+            if tell_holder and pull.phase is Phase.ACTIVE and (pull.waits or pull.credited != pull.received):
+                effects.append(_to_holder(pull, CancelPull(pull.pull_id)))
+        for pull in ending:
+            for flight in pull.flights:
+                if not flight.settled:
+                    effects += self._lose(flight, miss, now, lost_s)
+        for holder in dict.fromkeys(pull.holder for pull in ending):
+            effects += self._start_queued(holder, now)
+        return effects
+
+    def _violated(self, pull: PullState, reason: MissReason, detail: str, now: float) -> PullViolation:
+        """The holder broke the rules: it is punished, and what it still owes is missed."""
+        self._penalties.punish(pull.holder, now)
+        effects = self._end([pull, *self._queued(pull.holder)], Miss(reason, detail), now, 0.0)
+        return PullViolation(detail, effects)
+
+    def _abandon(self, fetch: Fetch, miss: Miss, now: float) -> list[Effect]:
+        """Finish a fetch now: what it follows it lets go, what it leads ends."""
+        effects: list[Effect] = []
+        for flight in tuple(self._flights.values()):
+            if flight.pull.fetch is fetch:
+                continue
+            mine = [position for follower, position in flight.followers if follower is fetch]
+            if mine:
+                flight.followers = [item for item in flight.followers if item[0] is not fetch]
+                lost_s = self._lost_s(flight.pull, miss, max(flight.pull.progress_at, fetch.started_at), now)
+                for position in mine:
+                    effects += self._miss(fetch, position, miss, lost_s)
+        for pull in tuple(self._pulls.values()):
+            if pull.fetch is fetch:
+                effects += self._end([pull], miss, now, self._lost_s(pull, miss, pull.progress_at, now))
+        return effects
+
+    def _lost_s(self, pull: PullState, miss: Miss, since: float, now: float) -> float:
+        """A caller that stops waiting lost nothing; one whose deadline passes lost the time without progress."""
+        if miss.reason is not MissReason.DEADLINE:
+            return 0.0
+        if pull.phase is Phase.QUEUED:
+            mine = [other.progress_at for other in self._pulls.values() if other.holder == pull.holder]
+            since = max([since, *mine])
+        return now - since
+
+    def _retire(self, pull: PullState, now: float) -> list[Effect]:
+        """Forget a pull of which everything is settled."""
+        if pull.pull_id not in self._pulls or not all(flight.settled for flight in pull.flights):
+            return []
+        del self._pulls[pull.pull_id]
+        leftover = pull.credited != pull.received and pull.phase is Phase.ACTIVE
+        effects: list[Effect] = [_to_holder(pull, CancelPull(pull.pull_id))] if leftover else []
+        return effects + self._start_queued(pull.holder, now)
+
+    def _finish(self, fetch: Fetch) -> list[Effect]:
+        del self._fetches[fetch.event.fetch_id]
+        return [fetch.answer()]
+
+
+def _to_holder(pull: PullState, message: Message) -> SendMessage:
+    return SendMessage(pull.holder, pull.bulk, message, Plane.BULK_REQUEST)
