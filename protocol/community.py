@@ -35,6 +35,9 @@ JOIN_RETRY_S_MAX = 5.0
 WELCOME_MEMBERS_MAX = 32
 """Members named in a Welcome; gossip brings the rest."""
 
+LONELY_RECONTACT_S = 1.0
+"""Mean seconds between attempts to reach a seed or an expired peer while nobody is alive."""
+
 NEWS_FANOUT = 3
 """Peers that hear of a change of our own at once, so that a small cluster knows within a round trip."""
 
@@ -236,6 +239,8 @@ class Community:
         alive = self.members.alive()
         if alive:
             effects.append(self._contact(self._rng.choice(alive)))
+        else:  # cut off, or just woken from a long pause: no reason to be patient
+            self._recontact_at = min(self._recontact_at, now + self._jittered(LONELY_RECONTACT_S))
         if self._recontact_at <= now:
             self._recontact_at = now + self._jittered(self._config.recontact_s)
             effects += self._recontact()

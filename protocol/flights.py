@@ -7,9 +7,18 @@ import math
 from dataclasses import dataclass, field
 
 from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
-from kvcomm_p2p.protocol.events import Effect, FetchRequested, FinishFetch, FoundBlock, MissedBlock, Want
+from kvcomm_p2p.protocol.events import (
+    Effect,
+    FetchRequested,
+    FinishFetch,
+    FoundBlock,
+    MissedBlock,
+    Plane,
+    SendMessage,
+    Want,
+)
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import PullFailedReason
+from kvcomm_p2p.protocol.messages import Message, PullFailedReason
 
 FlightKey = tuple[BlockKey, int, bytes]
 """Block, size and digest: two fetches that were told different digests do not share a flight."""
@@ -89,6 +98,9 @@ class PullState:
     def waits(self) -> bool:
         """Whether the holder still owes something."""
         return any(not (flight.arrived or flight.settled) for flight in self.flights)
+
+    def to_holder(self, message: Message) -> SendMessage:
+        return SendMessage(self.holder, self.bulk, message, Plane.BULK_REQUEST)
 
     def expects(self, ordinal: int, offset: int, length: int) -> Flight | None:
         """The flight that these bytes continue, None if they are out of order or too many.

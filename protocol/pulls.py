@@ -21,9 +21,7 @@ from kvcomm_p2p.protocol.events import (
     FetchRequested,
     FoundBlock,
     MissedBlock,
-    Plane,
     RetainBlock,
-    SendMessage,
     StoreChunk,
     VerifyBlock,
 )
@@ -44,7 +42,6 @@ from kvcomm_p2p.protocol.messages import (
     PULL_BLOCKS_MAX,
     CancelPull,
     Credit,
-    Message,
     Pull,
     PullBlock,
     PullFailed,
@@ -164,7 +161,7 @@ class Pulls:
         pull.phase = Phase.ACTIVE
         pull.retry_at = math.inf
         blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes) for flight in pull.flights)
-        return _to_holder(pull, Pull(pull.pull_id, blocks, self._config.credit_bytes))
+        return pull.to_holder(Pull(pull.pull_id, blocks, self._config.credit_bytes))
 
     def chunk(self, event: ChunkReceived, now: float) -> list[Effect]:
         """Bytes arrived. Those nobody asked for are dropped silently (they were on the way when a pull ended)."""
@@ -198,7 +195,7 @@ class Pulls:
         effects: list[Effect] = []
         if fresh > 0 and (done or fresh >= self._config.credit_bytes // 4):
             pull.credited = pull.received
-            effects.append(_to_holder(pull, Credit(pull.pull_id, pull.received)))
+            effects.append(pull.to_holder(Credit(pull.pull_id, pull.received)))
         if done:
             effects += self._start_queued(pull.holder, now)
         return effects
@@ -346,7 +343,7 @@ class Pulls:
         ending = [pull for pull in pulls if self._pulls.pop(pull.pull_id, None) is not None]
         for pull in ending:
             if tell_holder and pull.phase is Phase.ACTIVE and (pull.waits or pull.credited != pull.received):
-                effects.append(_to_holder(pull, CancelPull(pull.pull_id)))
+                effects.append(pull.to_holder(CancelPull(pull.pull_id)))
         for pull in ending:
             for flight in pull.flights:
                 if not flight.settled:
@@ -393,13 +390,9 @@ class Pulls:
             return []
         del self._pulls[pull.pull_id]
         leftover = pull.credited != pull.received and pull.phase is Phase.ACTIVE
-        effects: list[Effect] = [_to_holder(pull, CancelPull(pull.pull_id))] if leftover else []
+        effects: list[Effect] = [pull.to_holder(CancelPull(pull.pull_id))] if leftover else []
         return effects + self._start_queued(pull.holder, now)
 
     def _finish(self, fetch: Fetch) -> list[Effect]:
         del self._fetches[fetch.event.fetch_id]
         return [fetch.answer()]
-
-
-def _to_holder(pull: PullState, message: Message) -> SendMessage:
-    return SendMessage(pull.holder, pull.bulk, message, Plane.BULK_REQUEST)
