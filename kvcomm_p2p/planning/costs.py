@@ -56,11 +56,10 @@ class PullCost:
 class CostTracker:
     """`Costs` refreshed online from observations.
 
-    Every cost is linear in known quantities, so each kind of observation is fitted by robust least squares over the
-    latest OBSERVATIONS_MAX: residuals are relative, large ones count little (Huber), coefficients stay >= 0, and a weak
-    prior holds what the observations do not determine at its starting value. One stalled forward or one lucky pull
-    moves little; a lasting change (a busier machine, a slower link) wins as soon as it is the larger part of the
-    window.
+    Every cost is linear in known quantities, so each kind of observation is fitted by least squares over the latest
+    OBSERVATIONS_MAX: errors are relative, observations far off count little (Cauchy weights), coefficients stay > 0, and a
+    weak prior keeps the starting proportions where the observations determine nothing. A stalled forward or a lucky pull
+    moves little; a lasting change (a busier machine, a slower link) wins as soon as it is the larger part of the window.
     """
 
     OBSERVATIONS_MAX = 32
@@ -140,11 +139,12 @@ class CostTracker:
         self._peers.pop(peer, None)
 
 
-_PRIOR_WEIGHT = 0.2
-_HUBER_DELTA = 0.15
-_REWEIGHTINGS = 6
+_PRIOR_WEIGHT = 0.05
+_TOLERANCES = (1.0, 0.5, 0.3, 0.2, 0.15, 0.15)
+"""Log ratio of predicted to observed at which an observation counts half; tightened as the fit gets better."""
+
 _COEFFICIENT_MIN = 1e-3
-"""Of the starting value: no cost ever becomes zero, nor a rate infinite."""
+"""Of the level: no cost ever becomes zero, nor a rate infinite."""
 
 
 class _RobustFit:
@@ -154,7 +154,7 @@ class _RobustFit:
         if not all(0 < value < float("inf") for value in start):
             raise ValueError("costs must be positive and finite")
         self._start = np.array(start)
-        self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=window)
+        self._rows: deque[tuple[npt.NDArray[np.float64], float]] = deque(maxlen=window)
         self._scaled = np.ones(len(start))
 
     @property
@@ -163,22 +163,24 @@ class _RobustFit:
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         """Take one observation; seconds that are not positive and finite (a clock's mistake) are left out."""
-        if not 0 < seconds < float("inf"):
-            return
-        # Relative rows: predicted / observed should be 1, so that a stall of any length weighs no more than 1.
-        self._rows.append(np.array(features) * self._start / seconds)
-        self._fit()
+        if 0 < seconds < float("inf"):
+            self._rows.append((np.array(features) * self._start, seconds))
+            self._fit()
 
     def _fit(self) -> None:
-        rows = np.stack(self._rows)
-        prior = _PRIOR_WEIGHT * np.eye(len(self._start))
-        x = self._scaled
-        for _ in range(_REWEIGHTINGS):
-            error = np.abs(rows @ x - 1)
-            weight = np.sqrt(np.minimum(1, _HUBER_DELTA / np.maximum(error, 1e-12)))
+        rows = np.stack([row for row, _ in self._rows])
+        seconds = np.array([seconds for _, seconds in self._rows])
+        # The typical ratio to what the starting values predict; the fit then only moves coefficients against each other.
+        level = float(np.median(seconds / rows.sum(axis=1)))
+        x = np.full(len(self._start), level)
+        prior = _PRIOR_WEIGHT * np.eye(len(x)) / level
+        for tolerance in _TOLERANCES:
+            predicted = rows @ x
+            error = np.log(predicted / seconds)
+            weight = 1 / np.sqrt(1 + (error / tolerance) ** 2) / np.maximum(predicted, seconds)
             left = np.vstack((rows * weight[:, None], prior))
-            right = np.concatenate((weight, np.full(len(x), _PRIOR_WEIGHT)))
-            x = _least_squares_from(left, right, _COEFFICIENT_MIN)
+            right = np.concatenate((seconds * weight, np.full(len(x), _PRIOR_WEIGHT)))
+            x = _least_squares_from(left, right, _COEFFICIENT_MIN * level)
         self._scaled = x
 
 

@@ -121,11 +121,13 @@ class _Planner:
         candidates, rejected = self._usable(done)
         chosen = self._pruned(fixed, choose(candidates, self._worth_s, self._rules.run_tokens_min))
         spans = self._spans(fixed, chosen)
-        unpaid = [piece.span() for piece in self._exact if piece not in exact] + [run.span() for run in candidates]
+        unpaid = [piece.span() for piece in self._exact if piece not in exact]
+        # What would have been exact is not worth a second reason.
+        rejected = [r for r in rejected if not any(span.start <= r.start and r.end <= span.end for span in unpaid)]
         touched = [(span.start, span.end) for span in spans if span.donor is not None]
         rejected += [
             _rejected(span, MissReason.COST, "recomputing is faster")
-            for span in unpaid
+            for span in (*unpaid, *(run.span() for run in candidates))
             if not any(start < span.end and span.start < end for start, end in touched)
         ]
         return spans, predicted_s(spans, self._costs, self._pulls), rejected

@@ -46,12 +46,12 @@ def test_equal_stretches_share_a_fingerprint(stretch: Tokens, a: int, b: int, al
     assert inside(first, a, len(stretch)) & inside(second, b, len(stretch))
 
 
-def test_the_guarantee_is_tight() -> None:
-    """At 62 equal tokens there are texts that share nothing: the bound in the docstring is the real one."""
+def test_shorter_stretches_are_not_always_found() -> None:
+    """Keeps the test above honest: if everything were selected, it could not fail."""
     rng = np.random.default_rng(0)
     shared = 0
     for _ in range(200):
-        stretch = rng.integers(0, 50_000, EQUAL_TOKENS_MIN - 30)
+        stretch = rng.integers(0, 50_000, EQUAL_TOKENS_MIN // 2)
         texts = [
             np.concatenate((rng.integers(0, 50_000, 80), stretch, rng.integers(0, 50_000, 80))).astype(np.uint32)
             for _ in range(2)
