@@ -1,4 +1,5 @@
-"""Shared fixtures: tiny random models made in memory, never downloaded. Skips, with its reason, what cannot run here."""
+"""Shared fixtures: tiny random models made in memory, never downloaded. Skips, with its reason, what cannot run
+here."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., Any]:
-    """`tiny_llama(seed=0, **config overrides)`: random weights, eval mode, float32, 3 layers, 4 query and 2 kv-heads."""
+    """`tiny_llama(seed=0, **config overrides)`: random weights, eval mode, float32, 3 layers, 4 query and 2
+    kv-heads."""
 
     def make(seed: int = 0, **overrides: Any) -> Any:
         import torch
@@ -89,3 +91,13 @@ def _why_no_gpu() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "needs an NVIDIA GPU"
+
+
+@pytest.fixture(scope="session")
+def default_runner() -> Any:
+    """A ModelRunner over the default model, for tests marked `model`."""
+    from kvcomm_p2p.model.registry import DEFAULT_MODEL
+    from kvcomm_p2p.model.runner import ModelRunner
+    from kvcomm_p2p.settings import Settings
+
+    return ModelRunner.load(DEFAULT_MODEL, cache_dir=Settings.from_env().cache_dir)

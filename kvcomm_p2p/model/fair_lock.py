@@ -1,4 +1,5 @@
-"""A lock that serves its waiters in the order in which they came, so that no request starves behind another's decode loop."""
+"""A lock that serves its waiters in the order in which they came, so that no request starves behind another's decode
+loop."""
 
 from __future__ import annotations
 

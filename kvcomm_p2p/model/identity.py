@@ -1,7 +1,7 @@
 """`ModelId`: 16 bytes that are equal exactly where KV can be exchanged, on every machine.
 
-First 16 bytes of SHA-256 over canonical JSON (sorted keys, no spaces) of `{"version", "weights", "tokenizer", "adapter",
-"kv_dtype", "config"}`. No `hash()`, no pickle, no names or paths: the same name is not the same weights.
+First 16 bytes of SHA-256 over canonical JSON (sorted keys, no spaces) of `{"version", "weights", "tokenizer",
+"adapter", "kv_dtype", "config"}`. No `hash()`, no pickle, no names or paths: the same name is not the same weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONFIG_NAMES = (
 def model_id(
     model: Any, tokenizer: Any, layout: KVLayout, *, files: Iterable[Path] = (), cache_dir: Path | None = None
 ) -> ModelId:
-    """Identity of a loaded model. `files`: the weight files it came from; with `cache_dir`, the weights' digest is remembered
-    there by their path, size and modification time, so that it is computed once."""
+    """Identity of a loaded model. `files`: the weight files it came from; with `cache_dir`, the weights' digest is
+    remembered there by their path, size and modification time, so that it is computed once."""
     config = model.config.get_text_config(decoder=True)
     document = {
         "version": VERSION,
@@ -49,7 +49,8 @@ def model_id(
 
 
 def weights_digest(model: Any) -> str:
-    """Hex SHA-256 over (name, dtype, shape, bytes) of all parameters and persistent buffers, sorted by name; tied ones once."""
+    """Hex SHA-256 over (name, dtype, shape, bytes) of all parameters and persistent buffers, sorted by name; tied ones
+    once."""
     parameters = dict(model.named_parameters())
     persistent = set(model.state_dict().keys())
     tensors = {**parameters, **{name: value for name, value in model.named_buffers() if name in persistent}}

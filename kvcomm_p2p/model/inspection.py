@@ -34,8 +34,8 @@ def inspect_model(
     files: Iterable[Path] = (),
     cache_dir: Path | None = None,
 ) -> ModelSpec:
-    """Shape, identity, rotary geometry and profile of a model in memory. Never raises for an unusual architecture: what cannot
-    be exchanged or moved becomes a reason in the spec."""
+    """Shape, identity, rotary geometry and profile of a model in memory. Never raises for an unusual architecture: what
+    cannot be exchanged or moved becomes a reason in the spec."""
     config = model.config.get_text_config(decoder=True)
     context = next((int(v) for n in _CONTEXT_NAMES if (v := getattr(config, n, None))), _CONTEXT_UNSTATED)
     probe_ids = [(7 * index + 3) % int(config.vocab_size) for index in range(min(_PROBE_TOKENS, context))]

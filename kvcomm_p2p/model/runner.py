@@ -1,7 +1,7 @@
 """Runs one unmodified transformers model over KV slabs: prefill, recompute any subset of positions, decode.
 
-`recompute` is what makes reuse possible: one forward over any subset of a prompt's positions, at their true positions, attending
-to everything before them in the slab, whether that was computed here or aligned from a peer.
+`recompute` is what makes reuse possible: one forward over any subset of a prompt's positions, at their true positions,
+attending to everything before them in the slab, whether that was computed here or aligned from a peer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PREFILL_CHUNK_TOKENS = 1024
 class ModelRunner:
     """One loaded model. Thread safe: forwards run one at a time, in the order in which they were asked for.
 
-    Caches belong to their caller: two threads must not use the same cache at once. Logits are float32 `[V]` on the model's
-    device. Token ids and positions are lists, numpy arrays or tensors of integers.
+    Caches belong to their caller: two threads must not use the same cache at once. Logits are float32 `[V]` on the
+    model's device. Token ids and positions are lists, numpy arrays or tensors of integers.
     """
 
     def __init__(self, model: Any, tokenizer: Any, spec: ModelSpec, call: ModelCall) -> None:
@@ -34,6 +34,11 @@ class ModelRunner:
         self.tokenizer = tokenizer
         self.spec = spec
         self._call = call
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids lie in [0, vocabulary_size)."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @classmethod
     def load(
@@ -72,10 +77,12 @@ class ModelRunner:
         *,
         cancelled: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """Appends `token_ids` to a cache that holds `start` tokens; returns the next-token logits [V] after the last one.
+        """Appends `token_ids` to a cache that holds `start` tokens; returns the next-token logits [V] after the last
+        one.
 
-        Mutates the cache. With `cancelled`, a long prefill runs in chunks and raises `CancelledByCaller` between two of them
-        when it returns True (the cache then holds whole chunks). Raises `UsageError` for no tokens, or a cache of another length.
+        Mutates the cache. With `cancelled`, a long prefill runs in chunks and raises `CancelledByCaller` between two of
+        them when it returns True (the cache then holds whole chunks). Raises `UsageError` for no tokens, or a cache of
+        another length.
         """
         ids = self._call.as_ids(token_ids)
         if ids.shape[0] == 0:
@@ -94,12 +101,13 @@ class ModelRunner:
         return logits
 
     def recompute(self, token_ids: TokenIds, positions: TokenIds, cache: KVCache) -> torch.Tensor:
-        """Recomputes the KV of `positions` (R, strictly ascending, the last one T - 1) of a prompt of T tokens in one forward.
+        """Recomputes the KV of `positions` (R, strictly ascending, the last one T - 1) of a prompt of T tokens in one
+        forward.
 
-        The slab must hold valid keys and values in all other rows of [0, T) (`reserve` it and write them there; `length` does
-        not matter). Overwrites the rows at `positions`, leaves all others alone, sets `cache.length` to T and returns the
-        next-token logits [V]. Raises `UsageError` when positions are unordered, out of range or do not end at T - 1, or
-        when this model's KV cannot be exchanged.
+        The slab must hold valid keys and values in all other rows of [0, T) (`reserve` it and write them there;
+        `length` does not matter). Overwrites the rows at `positions`, leaves all others alone, sets `cache.length` to T
+        and returns the next-token logits [V]. Raises `UsageError` when positions are unordered, out of range or do not
+        end at T - 1, or when this model's KV cannot be exchanged.
         """
         if self.spec.share_refusal:
             raise UsageError(f"{self.spec.name} cannot recompute single positions: {self.spec.share_refusal}")

@@ -12,7 +12,8 @@ from kvcomm_p2p.protocol.ids import ModelId
 class RotaryGeometry:
     """How keys are rotated: the first 2 * len(inv_freq) of the D key dims, by angle position * inv_freq[i].
 
-    `interleaved` False: pairs (i, i + R/2) ("half", NeoX); True: pairs (2i, 2i + 1) (GPT-J). One geometry for all layers.
+    `interleaved` False: pairs (i, i + R/2) ("half", NeoX); True: pairs (2i, 2i + 1) (GPT-J). One geometry for all
+    layers.
     """
 
     inv_freq: tuple[float, ...]
@@ -23,9 +24,9 @@ class RotaryGeometry:
 class Profile:
     """Measured by `kvcomm_p2p.evaluation.quality` for one ModelId; ships as JSON or is absent (then: exact only).
 
-    `residual_max`: the guard rejects a reused run when the relative L2 difference between its recomputed head and the aligned
-    KV there (mean over layers >= 1, keys and values) is larger; set from the largest value seen among good runs.
-    `measured` says on what, when and with which result (KL, top-1), for people.
+    `residual_max`: the guard rejects a reused run when the relative L2 difference between its recomputed head and the
+    aligned KV there (mean over layers >= 1, keys and values) is larger; set from the largest value seen among good
+    runs. `measured` says on what, when and with which result (KL, top-1), for people.
     """
 
     head_tokens: int
