@@ -81,7 +81,7 @@ class BlockStore:
             return self._insert(data.nbytes, data)
 
     def reserve(self, kv_bytes: int) -> BlockHandle:
-        """A handle for a block that is going to arrive. Takes no memory yet. Raises ValueError unless `kv_bytes` > 0."""
+        """A handle for a block that is to arrive. Takes no memory yet. Raises ValueError unless `kv_bytes` > 0."""
         if kv_bytes <= 0:
             raise ValueError(f"a block of {kv_bytes} bytes cannot be reserved")
         with self._lock:

@@ -1,4 +1,4 @@
-"""A transport inside one process, for tests: the same contract as ZeroMQ's, plus loss, delay and freezing on request."""
+"""A transport inside one process, for tests: ZeroMQ's contract, plus loss, delay and freezing on request."""
 
 from __future__ import annotations
 

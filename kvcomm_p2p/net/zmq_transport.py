@@ -72,12 +72,12 @@ class _Watch:
         self._on_message = on_message
         self._copy = copy
         self._scheduled = False
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd: int = socket.fileno()
         loop.add_reader(self._fd, self._drain)
         self.check()
 
     def check(self) -> None:
-        if not self._scheduled and not self._socket.closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self._scheduled and not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
@@ -295,7 +295,7 @@ class ZmqTransport:
         if self._receiver is None:
             return
         if len(parts) in (1, 2) and len(parts[0]) <= FRAME_BYTES_MAX:
-            payload = memoryview(parts[1]).toreadonly() if len(parts) == 2 else None
+            payload = parts[1].buffer.toreadonly() if len(parts) == 2 else None
             self._receiver.on_bulk_reply(parts[0].bytes, payload)
         else:
             self._receiver.on_malformed()
@@ -371,5 +371,6 @@ def _configure(socket: zmq.Socket[bytes], hwm: int, frame_bytes_max: int) -> Non
 def _require_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
-            f"{host!r} is not a loopback address; encrypted transport for other addresses does not exist yet, use 127.0.0.1"
+            f"{host!r} is not a loopback address; encrypted transport for other addresses does not exist yet: "
+            "use 127.0.0.1"
         )

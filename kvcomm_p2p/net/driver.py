@@ -1,0 +1,330 @@
+"""Runs a node for real: one thread with one event loop that owns the node, its sockets and the coroutines that use
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvcomm_p2p.errors import ConfigError, UsageError
+from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.interpreter import Finish, Interpreter, MakeNode, is_digest
+from kvcomm_p2p.net.keys import ClusterKeys
+from kvcomm_p2p.net.seal import Sealer
+from kvcomm_p2p.net.transport import Addresses, Transport
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
+from kvcomm_p2p.protocol.events import (
+    AnchorsForgotten,
+    AnchorsPublished,
+    AnchorsUsed,
+    AnchorTokens,
+    FetchCancelled,
+    FetchRequested,
+    FinishFetch,
+    FinishJoin,
+    FinishTokens,
+    JoinRequested,
+    LeaveRequested,
+    TokensRequested,
+    Want,
+)
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
+from kvcomm_p2p.protocol.node import NodeStats, PeerView
+from kvcomm_p2p.settings import is_loopback
+from kvcomm_p2p.store import BlockStore
+
+HASH_THREADS = 2
+FLUSH_S = 0.2
+"""How long goodbyes may take to leave."""
+
+TOKENS_DEADLINE_S = 1.0
+"""Outer bound of `Driver.tokens`; a silent peer ends it much earlier (NodeConfig.tokens_timeout_s)."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """Every wanted block is in exactly one of `found` and `missed`. The caller owns one reference to each found handle.
+
+    `wait_lost_s`: seconds without progress before a peer was given up.
+    """
+
+    found: dict[BlockKey, BlockHandle]
+    missed: dict[BlockKey, Miss]
+    wait_lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokensResult:
+    """Token ids and digests as the holder states them, or why there are none."""
+
+    result: AnchorTokens | Miss
+    wait_lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStats:
+    """The node's view, the wire's counters and the store's bytes at one moment."""
+
+    node: NodeStats
+    wire: WireCounters
+    store_blocks: int
+    store_held_bytes: int
+    store_reserved_bytes: int
+
+
+class Driver:
+    """Methods marked "Loop" belong on the driver's loop: call them from coroutines given to `run`. The others may be
+    called from any thread. Coroutines raise UsageError once the driver stops, unless their result can say so.
+    """
+
+    def __init__(
+        self,
+        make_node: MakeNode,
+        transport: Transport,
+        store: BlockStore,
+        keys: ClusterKeys,
+        *,
+        verify: Callable[[memoryview, bytes], bool] = is_digest,
+    ) -> None:
+        """`verify(bytes, digest)` runs in a pool of threads for every pulled block; only measurements replace it."""
+        self._store = store
+        self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="kvcomm-hash")
+        self._interpreter = Interpreter(make_node, transport, store, Sealer(keys.seal), self._hashers, self._on_finish, verify)
+        self._thread = threading.Thread(target=self._main, name="kvcomm-driver", daemon=True)
+        self._started: concurrent.futures.Future[Addresses] = concurrent.futures.Future()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._next_id = 1
+        self._fetches: dict[int, tuple[asyncio.Future[FetchResult], tuple[Want, ...]]] = {}
+        self._tokens: dict[int, asyncio.Future[TokensResult]] = {}
+        self._join: asyncio.Future[FinishJoin] | None = None
+
+    # ------------------------------------------------------------------------------------------------------ life cycle
+
+    def start(self) -> Addresses:
+        """Bind and begin. Returns when peers can reach the node. Raises TransportError, ConfigError."""
+        self._thread.start()
+        self.addresses = self._started.result()
+        self.node_id: NodeId = self._interpreter.node.me.node_id
+        return self.addresses
+
+    def stop(self) -> None:
+        """Say goodbye, finish everything that waits (Miss SHUTDOWN), end the thread. Safe to call twice, from any
+        thread but the driver's own."""
+        with self._lock:
+            first, self._stopped = not self._stopped, True
+        if self._thread.ident is None:
+            self._hashers.shutdown(wait=False)
+            return
+        if first and self._started.exception() is None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        for future in tuple(self._running):
+            future.cancel()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the driver's loop. Cancelling the returned future cancels it."""
+        with self._lock:
+            if self._stopped or not self._started.done() or self._started.exception() is not None:
+                work.close()
+                raise UsageError("the driver is not running")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+        finally:
+            self._hashers.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        addresses = self._interpreter.start()
+        self._started.set_result(addresses)
+        try:
+            await self._stop.wait()
+            self._interpreter.handle(LeaveRequested())
+        finally:
+            self._finish_all()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:  # whoever waited gets to see its result before the loop ends
+                await asyncio.wait(others, timeout=FLUSH_S)
+            self._interpreter.stop(FLUSH_S)
+
+    # ------------------------------------------------------------------------------------------------------------ loop
+
+    async def join(self, seeds: Sequence[str], timeout_s: float) -> FinishJoin:
+        """Loop. Join through any of `seeds`; after a timeout the node goes on trying by itself.
+
+        Raises ConfigError for an address that cannot be a peer's, UsageError if a join is under way.
+        """
+        for seed in seeds:
+            _check_seed(seed)
+        if self._join is not None:
+            raise UsageError("a join is under way already")
+        self._require_running()
+        future: asyncio.Future[FinishJoin] = self._loop.create_future()
+        self._join = future
+        try:
+            self._interpreter.handle(JoinRequested(tuple(seeds), self._loop.time() + timeout_s))
+            return await future
+        finally:
+            self._join = None
+
+    async def tokens(self, holder: NodeId, anchor: AnchorMeta, deadline_s: float = TOKENS_DEADLINE_S) -> TokensResult:
+        """Loop. Token ids and block digests of an anchor of `holder`."""
+        if self._stop.is_set():
+            return TokensResult(Miss(MissReason.SHUTDOWN), 0.0)
+        request_id = self._take_id()
+        future: asyncio.Future[TokensResult] = self._loop.create_future()
+        self._tokens[request_id] = future
+        try:
+            self._interpreter.handle(TokensRequested(request_id, holder, anchor, self._loop.time() + deadline_s))
+            return await future
+        finally:
+            self._tokens.pop(request_id, None)
+
+    async def fetch(
+        self, holder: NodeId, blocks: Sequence[tuple[BlockKey, int, bytes]], deadline_s: float
+    ) -> FetchResult:
+        """Loop. Pull blocks, given as (key, kv_bytes, SHA-256), in this order. Cancelling the awaiting task cancels
+        the pull.
+
+        Raises ValueError if a key comes twice or a size is not positive.
+        """
+        if len({key for key, _, _ in blocks}) != len(blocks) or any(size <= 0 for _, size, _ in blocks):
+            raise ValueError("a block is wanted twice by one fetch, or without bytes")
+        if self._stop.is_set():
+            return FetchResult({}, {key: Miss(MissReason.SHUTDOWN) for key, _, _ in blocks}, 0.0)
+        wants = tuple(Want(key, size, digest, self._store.reserve(size)) for key, size, digest in blocks)
+        fetch_id = self._take_id()
+        future: asyncio.Future[FetchResult] = self._loop.create_future()
+        self._fetches[fetch_id] = (future, wants)
+        self._interpreter.handle(FetchRequested(fetch_id, holder, wants, self._loop.time() + deadline_s))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._release(future.result())
+            elif fetch_id in self._fetches:
+                self._interpreter.handle(FetchCancelled(fetch_id))
+            raise
+
+    async def publish(self, anchors: Iterable[HeldAnchor]) -> None:
+        """Loop. Hold these anchors; the node takes over one reference to each of their handles.
+
+        Raises ValueError, and takes nothing over, if an anchor contradicts itself.
+        """
+        self._require_running()
+        self._interpreter.handle(AnchorsPublished(tuple(anchors)))
+
+    async def forget(self, anchor_ids: Iterable[AnchorId]) -> None:
+        """Loop. Hold these anchors no longer."""
+        self._require_running()
+        self._interpreter.handle(AnchorsForgotten(tuple(anchor_ids)))
+
+    async def touch(self, anchor_ids: Iterable[AnchorId]) -> None:
+        """Loop. These held anchors were used just now."""
+        self._require_running()
+        self._interpreter.handle(AnchorsUsed(tuple(anchor_ids)))
+
+    def find(self, lookup: Lookup) -> LookupResult:
+        """Loop. What the cluster has for a prompt."""
+        return self._interpreter.node.find(lookup)
+
+    def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
+        """Loop. An anchor of the own pool."""
+        return self._interpreter.node.held(anchor_id)
+
+    def peers(self) -> tuple[PeerView, ...]:
+        """Loop. All peers that are remembered."""
+        return self._interpreter.node.peers()
+
+    def stats(self) -> DriverStats:
+        """Loop. A snapshot."""
+        return DriverStats(
+            self._interpreter.node.stats(),
+            self._interpreter.counters.copy(),
+            len(self._store),
+            self._store.held_bytes,
+            self._store.reserved_bytes,
+        )
+
+    async def leave(self) -> None:
+        """Loop. Say goodbye to the peers and finish everything that waits; `stop` still has to be called."""
+        self._interpreter.handle(LeaveRequested())
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _take_id(self) -> int:
+        taken, self._next_id = self._next_id, self._next_id + 1
+        return taken
+
+    def _require_running(self) -> None:
+        if self._stop.is_set():
+            raise UsageError("the driver is stopping")
+
+    def _on_finish(self, finish: Finish) -> None:
+        if isinstance(finish, FinishFetch):
+            self._finish_fetch(finish)
+        elif isinstance(finish, FinishTokens):
+            waiting = self._tokens.get(finish.request_id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(TokensResult(finish.result, finish.wait_lost_s))
+        elif self._join is not None and not self._join.done():
+            self._join.set_result(finish)
+
+    def _finish_fetch(self, finish: FinishFetch) -> None:
+        future, _ = self._fetches.pop(finish.fetch_id)
+        result = FetchResult(
+            {block.key: block.handle for block in finish.found},
+            {block.key: block.miss for block in finish.missed},
+            finish.wait_lost_s,
+        )
+        if future.done():
+            self._release(result)
+        else:
+            future.set_result(result)
+
+    def _release(self, result: FetchResult) -> None:
+        for handle in result.found.values():
+            self._store.drop(handle)
+
+    def _finish_all(self) -> None:
+        """The node has finished what it knew of; this is for what it did not get to (it failed)."""
+        miss = Miss(MissReason.SHUTDOWN)
+        for future, wants in self._fetches.values():
+            for want in wants:
+                self._store.drop(want.handle)
+            if not future.done():
+                future.set_result(FetchResult({}, {want.key: miss for want in wants}, 0.0))
+        self._fetches.clear()
+        for waiting in self._tokens.values():
+            if not waiting.done():
+                waiting.set_result(TokensResult(miss, 0.0))
+        if self._join is not None and not self._join.done():
+            self._join.set_result(FinishJoin(miss))
+
+
+def _check_seed(seed: str) -> None:
+    host, colon, port = seed.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"{seed!r} is not an address to join: write host:port, for example 127.0.0.1:5701")
+    if not is_loopback(host):
+        raise ConfigError(f"cannot join {seed!r}: only loopback addresses (127.0.0.1) are supported yet")

@@ -1,0 +1,313 @@
+"""Carries out what a node asks for, and tells it what happened. Lives on one event loop; nothing here blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.seal import Sealer
+from kvcomm_p2p.net.transport import Addresses, Connection, Transport
+from kvcomm_p2p.protocol.events import (
+    BlockUnavailable,
+    BlockVerified,
+    ChunkReceived,
+    DropBlock,
+    Effect,
+    Event,
+    FinishFetch,
+    FinishJoin,
+    FinishTokens,
+    MessageReceived,
+    PeerUnreachable,
+    Plane,
+    ReportPeer,
+    RetainBlock,
+    SendBlock,
+    SendMessage,
+    StoreChunk,
+    TimerExpired,
+    VerifyBlock,
+)
+from kvcomm_p2p.protocol.ids import NodeId, short
+from kvcomm_p2p.protocol.messages import Chunk, Message
+from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX, WireError, decode, encode
+from kvcomm_p2p.store import BlockStore, StaleHandle
+
+PEERS_REMEMBERED_MAX = 4096
+"""Addresses and bulk connections that are remembered; the oldest are forgotten first."""
+
+_LEVELS = {"violation": logging.WARNING, "name_conflict": logging.WARNING, "refused": logging.WARNING}
+
+log = logging.getLogger("kvcomm_p2p.net")
+
+MakeNode = Callable[[Addresses, float], Node]
+"""Makes the node once its addresses are known; the second argument is the time now."""
+
+Finish = FinishFetch | FinishTokens | FinishJoin
+
+
+class Interpreter:
+    """Effects in, events out. Is the `transport.Receiver` of its transport."""
+
+    def __init__(
+        self,
+        make_node: MakeNode,
+        transport: Transport,
+        store: BlockStore,
+        sealer: Sealer,
+        hashers: Executor,
+        on_finish: Callable[[Finish], None],
+        verify: Callable[[memoryview, bytes], bool],
+    ) -> None:
+        self._make_node = make_node
+        self._transport = transport
+        self._store = store
+        self._sealer = sealer
+        self._hashers = hashers
+        self._verify = verify
+        self._events: deque[Event] = deque()
+        self._busy = False
+        self._payload: memoryview | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+        self._peer_at: OrderedDict[str, NodeId] = OrderedDict()
+        self._connections: OrderedDict[NodeId, Connection] = OrderedDict()
+        self.counters = WireCounters()
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            SendMessage: self._send_message,
+            SendBlock: self._send_block,
+            StoreChunk: self._store_chunk,
+            VerifyBlock: self._verify_block,
+            DropBlock: self._drop_block,
+            RetainBlock: lambda effect: self._store.retain(effect.handle),
+            FinishFetch: on_finish,
+            FinishTokens: on_finish,
+            FinishJoin: on_finish,
+            ReportPeer: self._report_peer,
+        }
+
+    def start(self) -> Addresses:
+        """Bind and make the node, on the running loop. Raises TransportError, and whatever making the node raises."""
+        self._loop = asyncio.get_running_loop()
+        addresses = self._transport.start(self)
+        try:
+            self.node = self._make_node(addresses, self._loop.time())
+        except BaseException:
+            self._transport.close()
+            raise
+        self._arm()
+        return addresses
+
+    def stop(self, flush_s: float) -> None:
+        """No more timers, frames or callbacks. Frames sent before get `flush_s` seconds to leave."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.close(flush_s)
+
+    def handle(self, event: Event) -> None:
+        """Tell the node and carry out what it asks for. Raises what the node raises for events that break its
+        contract."""
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                for effect in self.node.handle(self._events.popleft(), self._loop.time()):
+                    self._apply(effect)
+        finally:
+            self._events.clear()
+            self._busy = False
+            self._arm()
+
+    # ----------------------------------------------------------------------------------------------- from the transport
+
+    def on_control(self, frame: bytes) -> None:
+        opened = self._open(frame)
+        if opened is not None:
+            self._handle_safely(MessageReceived(*opened))
+
+    def on_bulk_request(self, connection: Connection, frame: bytes) -> None:
+        opened = self._open(frame)
+        if opened is not None:
+            _remember(self._connections, opened[0], connection)
+            self._handle_safely(MessageReceived(*opened))
+
+    def on_bulk_reply(self, frame: bytes, payload: memoryview | None) -> None:
+        opened = self._open(frame)
+        if opened is None:
+            return
+        sender, message = opened
+        if not isinstance(message, Chunk):
+            if payload is not None:
+                self.counters.dropped["malformed"] += 1
+                return
+            self._handle_safely(MessageReceived(sender, message))
+            return
+        # What counts is what came, not what the header says came.
+        length = 0 if payload is None else payload.nbytes
+        self.counters.payload_bytes_received += length
+        self._payload = payload
+        self._handle_safely(ChunkReceived(sender, message.pull_id, message.ordinal, message.offset, length))
+        if self._payload is not None:
+            self._payload = None
+            self.counters.dropped["unasked_payload"] += 1
+
+    def on_unreachable(self, address: str) -> None:
+        self.counters.unreachable += 1
+        peer = self._peer_at.get(address)
+        if peer is not None:
+            self._handle_safely(PeerUnreachable(peer))
+
+    def on_malformed(self) -> None:
+        self.counters.dropped["malformed"] += 1
+
+    def _open(self, sealed: bytes) -> tuple[NodeId, Message] | None:
+        frame = self._sealer.open(sealed)
+        if frame is None:
+            self.counters.dropped["bad_seal"] += 1
+            return None
+        try:
+            sender, message = decode(frame)
+        except WireError as error:
+            self.counters.dropped["undecodable"] += 1
+            log.debug("a sealed frame could not be decoded: %s", error)
+            return None
+        self.counters.received[type(message).__name__] += 1
+        return sender, message
+
+    def _handle_safely(self, event: Event) -> None:
+        """For what comes from outside: whatever goes wrong is our bug, and must not stop the node."""
+        try:
+            self.handle(event)
+        except Exception:
+            self.counters.failures += 1
+            log.exception("handling %s failed; please report this", type(event).__name__)
+
+    # ---------------------------------------------------------------------------------------------------------- timer
+
+    def _arm(self) -> None:
+        """Set the one timer to the node's next deadline. One that rings too early is left: it sets itself again."""
+        deadline = self.node.next_deadline()
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline < math.inf:
+            self._timer_at = deadline
+            self._timer = self._loop.call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self.node.next_deadline() <= self._loop.time():
+            self._handle_safely(TimerExpired())
+        else:
+            self._arm()
+
+    # --------------------------------------------------------------------------------------------------------- effects
+
+    def _apply(self, effect: Effect) -> None:
+        """One effect that fails must not take the rest of its batch with it."""
+        try:
+            self._carry_out[type(effect)](effect)
+        except Exception:
+            self.counters.failures += 1
+            log.exception("carrying out %s failed; please report this", type(effect).__name__)
+
+    def _send_message(self, effect: SendMessage) -> None:
+        frame = self._sealer.seal(encode(self.node.me.node_id, effect.message))
+        name = type(effect.message).__name__
+        if effect.plane is Plane.BULK_REPLY:
+            connection = None if effect.to is None else self._connections.get(effect.to)
+            sent = connection is not None and self._transport.send_bulk_reply(connection, frame)
+        else:
+            if effect.to is not None:
+                _remember(self._peer_at, effect.address, effect.to)
+            control = effect.plane is Plane.CONTROL
+            send = self._transport.send_control if control else self._transport.send_bulk_request
+            sent = send(effect.address, frame)
+        (self.counters.sent if sent else self.counters.lost)[name] += 1
+
+    def _send_block(self, effect: SendBlock) -> None:
+        try:
+            view = self._store.view(effect.handle)
+        except StaleHandle:
+            self._events.append(BlockUnavailable(effect.to, effect.pull_id, effect.ordinal))
+            return
+        connection = self._connections.get(effect.to)
+        for offset in range(0, effect.kv_bytes, CHUNK_BYTES_MAX):
+            payload = view[offset : min(offset + CHUNK_BYTES_MAX, effect.kv_bytes)]
+            header = Chunk(effect.pull_id, effect.ordinal, offset, payload.nbytes)
+            frame = self._sealer.seal(encode(self.node.me.node_id, header))
+            if connection is None or not self._transport.send_bulk_reply(connection, frame, payload):
+                self.counters.lost["Chunk"] += 1
+                return
+            self.counters.sent["Chunk"] += 1
+            self.counters.payload_bytes_sent += payload.nbytes
+
+    def _store_chunk(self, effect: StoreChunk) -> None:
+        payload, self._payload = self._payload, None
+        if payload is None:
+            raise RuntimeError("the node stored a chunk that is not being handled")
+        try:
+            self._store.write(effect.handle, effect.offset, payload)
+        except (StaleHandle, ValueError) as error:
+            self.counters.dropped["bad_write"] += 1
+            log.warning("a chunk could not be stored: %s", error)
+
+    def _verify_block(self, effect: VerifyBlock) -> None:
+        try:
+            view = self._store.view(effect.handle)
+        except StaleHandle:
+            self._events.append(BlockVerified(effect.handle, False))
+            return
+        future = self._hashers.submit(self._verify, view, effect.digest)
+        future.add_done_callback(partial(self._hashed, effect))
+
+    def _hashed(self, effect: VerifyBlock, future: Future[bool]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._verified, effect, not future.cancelled() and future.result())
+
+    def _verified(self, effect: VerifyBlock, ok: bool) -> None:
+        if ok:
+            self.counters.verified_blocks += 1
+        else:
+            self.counters.mismatched_blocks += 1
+        self._handle_safely(BlockVerified(effect.handle, ok))
+
+    def _drop_block(self, effect: DropBlock) -> None:
+        self._store.drop(effect.handle)
+
+    def _report_peer(self, effect: ReportPeer) -> None:
+        level = _LEVELS.get(effect.change, logging.INFO)
+        detail = effect.detail and f": {effect.detail}"
+        log.log(level, "peer %s (%s) %s%s", effect.name, short(effect.peer), effect.change, detail)
+        if effect.change in ("left", "expired"):
+            self._connections.pop(effect.peer, None)
+            for address in [address for address, peer in self._peer_at.items() if peer == effect.peer]:
+                del self._peer_at[address]
+                self._transport.close_peer(address)
+
+
+def is_digest(view: memoryview, digest: bytes) -> bool:
+    """Whether `digest` is the SHA-256 of the bytes (about 1.5 GB/s; other threads run meanwhile)."""
+    return hmac.compare_digest(hashlib.sha256(view).digest(), digest)
+
+
+def _remember(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > PEERS_REMEMBERED_MAX:
+        table.popitem(last=False)
