@@ -1,0 +1,80 @@
+"""Any message that a node may send, for hypothesis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from kvcomm_p2p.protocol import messages as m
+from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, Visibility
+
+counter = st.integers(0, m.COUNTER_MAX)
+id16 = st.binary(min_size=16, max_size=16)
+name = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=m.NAME_CHARS_MAX)
+address = st.builds(lambda host, port: f"{host}:{port}", st.sampled_from(["127.0.0.1", "::1", "node-a.lan"]), st.integers(0, 65535))
+group_tags = st.sets(st.binary(min_size=8, max_size=8), max_size=4).map(lambda tags: tuple(sorted(tags)))
+members = st.builds(m.MemberRecord, id16, counter, name, id16, address, address, st.integers(1, 65535), group_tags)
+
+
+@st.composite
+def puts(draw: Any, seq: int = 1) -> m.Put:
+    start = draw(st.integers(0, 1000)) * BLOCK_TOKENS
+    tokens = draw(st.integers(1, ANCHOR_TOKENS_MAX))
+    exact = draw(st.booleans()) and tokens % BLOCK_TOKENS == 0
+    group = draw(st.booleans())
+    return m.Put(
+        seq=seq,
+        anchor_id=draw(id16),
+        model_id=draw(id16),
+        sequence_id=draw(st.binary(min_size=8, max_size=8)),
+        start=start,
+        end=start + tokens,
+        chain_end=draw(id16) if exact else b"",
+        fingerprints=draw(st.binary(max_size=4 * min(tokens, 16)).map(lambda raw: raw[: len(raw) // 4 * 4])),
+        hops=0 if exact else draw(st.integers(0, 255)),
+        visibility=Visibility.GROUP if group else Visibility.PUBLIC,
+        group=draw(st.binary(min_size=8, max_size=8)) if group else b"",
+        kv_bytes=tokens * draw(st.integers(1, 10**6)),
+    )
+
+
+@st.composite
+def origin_deltas(draw: Any) -> m.OriginDelta:
+    first = draw(st.integers(0, 1000))
+    seqs = sorted(draw(st.sets(st.integers(first + 1, first + 50), max_size=5)))
+    entries = tuple(draw(puts(seq) | st.builds(m.Del, st.just(seq), id16)) for seq in seqs)
+    to_seq = (seqs[-1] if seqs else first) + draw(st.integers(0, 5))
+    return m.OriginDelta(draw(members), draw(counter), first == 0 and draw(st.booleans()), first, to_seq, draw(counter), entries)
+
+
+@st.composite
+def token_answers(draw: Any) -> m.Tokens:
+    tokens = draw(st.integers(1, 80))
+    digests = tuple(bytes([index]) * 32 for index in range(-(-tokens // BLOCK_TOKENS)))
+    return m.Tokens(draw(counter), draw(st.binary(min_size=4 * tokens, max_size=4 * tokens)), digests)
+
+
+digests = st.lists(st.builds(m.DigestEntry, id16, counter, counter, counter, counter), max_size=4).map(tuple)
+deltas = st.lists(origin_deltas(), max_size=3).map(tuple)
+ordinal = st.integers(0, m.PULL_BLOCKS_MAX - 1)
+block_size = st.integers(1, m.BLOCK_BYTES_MAX)
+detail = st.text(max_size=m.DETAIL_CHARS_MAX)
+pull_blocks = st.builds(m.PullBlock, id16, st.integers(0, m.BLOCKS_PER_ANCHOR_MAX - 1), block_size)
+
+messages: st.SearchStrategy[m.Message] = st.one_of(
+    st.builds(lambda a, b, c, d: m.Hello(min(a, b), max(a, b), c, d), st.integers(1, 9), st.integers(1, 9), id16, members),
+    st.builds(m.Welcome, members, st.lists(members, max_size=3).map(tuple)),
+    st.builds(m.Refused, st.sampled_from(m.RefusedReason), detail),
+    st.builds(m.Bye, counter),
+    st.builds(m.Syn, digests),
+    st.builds(m.SynAck, digests, deltas),
+    st.builds(m.Ack, deltas),
+    st.builds(lambda r, a, s, n: m.GetTokens(r, a, s * 32, s * 32 + n), counter, id16, st.integers(0, 99), st.integers(1, 512)),
+    token_answers(),
+    st.builds(m.NoTokens, counter),
+    st.builds(m.Pull, counter, st.lists(pull_blocks, min_size=1, max_size=5).map(tuple), st.integers(1, m.COUNTER_MAX)),
+    st.builds(m.Credit, counter, st.integers(1, m.COUNTER_MAX)),
+    st.builds(m.CancelPull, counter),
+    st.builds(m.Chunk, counter, ordinal, st.integers(0, 2**27), st.integers(1, 2**27)),
+    st.builds(m.PullFailed, counter, ordinal | st.none(), st.sampled_from(m.PullFailedReason), st.floats(0, m.RETRY_AFTER_S_MAX)),
+)

@@ -1,0 +1,246 @@
+"""Frames: round trips, golden bytes, limits, and what a hostile peer may send."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from kvcomm_p2p.protocol import messages as m
+from kvcomm_p2p.protocol import wire
+from kvcomm_p2p.protocol.anchors import Visibility
+from kvcomm_p2p.protocol.events import ChunkReceived, MessageReceived, TimerExpired
+from kvcomm_p2p.protocol.gossip import entry_bytes_max, member_bytes_max
+from kvcomm_p2p.protocol.ids import NodeId
+from protocol_harness import make_node, meta, record
+from strategies import members, messages, puts
+
+MUTATED_FRAMES = 24_000
+GOLDEN = Path(__file__).parent / "golden_frames.txt"
+SENDER = NodeId(b"S" * 16)
+MEMBER = record(1, groups=(b"g" * 8, b"h" * 8))
+PUT = m.Put.of(7, meta("golden"))
+
+SAMPLES: dict[str, m.Message] = {
+    "hello": m.Hello(1, 1, b"c" * 16, MEMBER),
+    "welcome": m.Welcome(MEMBER, (record(2),)),
+    "refused": m.Refused(m.RefusedReason.NAME_TAKEN, "taken"),
+    "bye": m.Bye(3),
+    "syn": m.Syn((m.DigestEntry(b"n" * 16, 1, 2, 3, 2),)),
+    "syn_ack": m.SynAck((), (m.OriginDelta(MEMBER, 9, False, 6, 9, 2, (PUT, m.Del(8, b"a" * 16))),)),
+    "ack": m.Ack((m.OriginDelta(MEMBER, 9, True, 0, 9, 2, (PUT,)),)),
+    "get_tokens": m.GetTokens(5, b"a" * 16, 64, 128),
+    "tokens": m.Tokens(5, bytes(range(12)), (b"d" * 32,)),
+    "no_tokens": m.NoTokens(5),
+    "pull": m.Pull(6, (m.PullBlock(b"a" * 16, 0, 4096), m.PullBlock(b"a" * 16, 1, 4096)), 2**24),
+    "credit": m.Credit(6, 4096),
+    "cancel_pull": m.CancelPull(6),
+    "chunk": m.Chunk(6, 1, 0, 4096),
+    "pull_failed": m.PullFailed(6, None, m.PullFailedReason.BUSY, 0.5),
+}
+
+
+def frame_of(fields: Any) -> bytes:
+    """A frame around any MessagePack value."""
+    return wire.MAGIC + bytes([m.PROTOCOL_VERSION]) + SENDER + msgpack.packb(fields, use_bin_type=True)
+
+
+@given(messages)
+@settings(max_examples=300, deadline=None)
+def test_round_trip(message: m.Message) -> None:
+    assert wire.decode(wire.encode(SENDER, message)) == (SENDER, message)
+
+
+def test_golden_frames_have_not_changed() -> None:
+    golden = dict(line.split() for line in GOLDEN.read_text().splitlines())
+    assert {name: wire.encode(SENDER, message).hex() for name, message in SAMPLES.items()} == golden
+    assert {type(message) for message in SAMPLES.values()} == set(m.Message.__args__)  # type: ignore[attr-defined]
+
+
+def test_fields_that_a_newer_version_appends_are_ignored() -> None:
+    fields = msgpack.unpackb(wire.encode(SENDER, SAMPLES["credit"])[wire.HEADER_BYTES :])
+    assert wire.decode(frame_of([*fields, "new", 7])) == (SENDER, SAMPLES["credit"])
+
+
+def test_unknown_version_says_so() -> None:
+    frame = bytearray(wire.encode(SENDER, m.Bye(1)))
+    frame[2] = 9
+    with pytest.raises(wire.WireError, match="version 9"):
+        wire.decode(bytes(frame))
+
+
+def test_memoryview_is_accepted() -> None:
+    assert wire.decode(memoryview(wire.encode(SENDER, m.Bye(1)))) == (SENDER, m.Bye(1))
+
+
+def test_too_long_frames_are_neither_made_nor_read() -> None:
+    many = m.Syn(tuple(m.DigestEntry(bytes(16), 2**60, 2**60, 2**60, 2**60) for _ in range(m.DIGEST_ENTRIES_MAX + 2000)))
+    with pytest.raises(wire.WireError, match="longer than"):
+        wire.encode(SENDER, many)
+    with pytest.raises(wire.WireError, match="longer than"):
+        wire.decode(bytes(wire.CONTROL_FRAME_BYTES_MAX + 1))
+
+
+PUT_FIELDS = [1, 7, b"a" * 16, b"m" * 16, b"s" * 8, 32, 96, b"", b"abcd", 0, 0, b"", 640]
+
+
+def put_with(**changes: Any) -> Any:
+    names = ["tag", "seq", "anchor_id", "model_id", "sequence_id", "start", "end", "chain_end", "fingerprints", "hops"]
+    names += ["visibility", "group", "kv_bytes"]
+    fields = dict(zip(names, PUT_FIELDS, strict=True)) | changes
+    member = [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:2", 1, []]
+    return [7, [[member, 1, False, 6, 7, 0, [list(fields.values())]]]]
+
+
+def test_the_put_that_the_next_test_breaks_is_valid() -> None:
+    assert isinstance(wire.decode(frame_of(put_with()))[1], m.Ack)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        put_with(start=31),
+        put_with(end=32),
+        put_with(end=32 + 513, kv_bytes=513),
+        put_with(fingerprints=b"abc"),
+        put_with(fingerprints=bytes(4 * 65)),
+        put_with(chain_end=b"short"),
+        put_with(chain_end=b"c" * 16, hops=1),
+        put_with(chain_end=b"c" * 16, end=95, kv_bytes=630),
+        put_with(visibility=2),
+        put_with(visibility=1),
+        put_with(group=b"g" * 8),
+        put_with(kv_bytes=0),
+        put_with(kv_bytes=641),
+        put_with(kv_bytes=64 * 2**24),
+        put_with(seq=6),
+        put_with(seq=8),
+        put_with(anchor_id=b"a" * 15),
+        put_with(anchor_id="a" * 16),
+        put_with(start=-32),
+        put_with(hops=256),
+        [99],
+        [],
+        7,
+        None,
+        {"tag": 4},
+        [4],
+        [4, -1],
+        [4, 2**63],
+        [4, 1.0],
+        [4, True],
+        [12, 1, 0],
+        [11, 1, [], 5],
+        [11, 1, [[b"a" * 16, 16, 5]], 5],
+        [11, 1, [[b"a" * 16, 0, 0]], 5],
+        [11, 1, [[b"a" * 16, 0, 2**28 + 1]], 5],
+        [11, 1, [[b"a" * 16, 0, 5]] * 1025, 5],
+        [14, 1, 0, 2**28 - 1, 2],
+        [15, 1, None, 2, float("nan")],
+        [15, 1, None, 2, float("inf")],
+        [15, 1, None, 9, 0.0],
+        [8, 1, b"a" * 16, 32, 32],
+        [8, 1, b"a" * 16, 33, 64],
+        [9, 1, b"abc", [b"d" * 32]],
+        [9, 1, b"abcd", []],
+        [9, 1, b"abcd", [b"d" * 31]],
+        [1, 2, 1, b"c" * 16, [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:2", 1, []]],
+        [1, 1, 1, b"c" * 16, [b"n" * 16, 1, "", b"m" * 16, "h:1", "h:2", 1, []]],
+        [1, 1, 1, b"c" * 16, [b"n" * 16, 1, "x\n", b"m" * 16, "h:1", "h:2", 1, []]],
+        [1, 1, 1, b"c" * 16, [b"n" * 16, 1, "x", b"m" * 16, "h", "h:2", 1, []]],
+        [1, 1, 1, b"c" * 16, [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:65536", 1, []]],
+        [1, 1, 1, b"c" * 16, [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:" + "²", 1, []]],
+        [1, 1, 1, b"c" * 16, [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:2", 1, [b"g" * 8, b"g" * 8]]],
+    ],
+)
+def test_illegal_fields_are_refused(fields: Any) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(frame_of(fields))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        b"\xdc\x0f\xff" * 2000,
+        b"\xd6\xff\x00\x00\x00\x00",
+        b"\x92\x04\x01\x00",
+        b"\x92\x03\xa1\xff",
+    ],
+)
+def test_malformed_bodies_are_refused(body: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(wire.MAGIC + b"\x01" + SENDER + body)
+
+
+def test_mutated_frames_never_raise_anything_else_and_never_break_a_node() -> None:
+    rng = random.Random(1)
+    originals = [wire.encode(SENDER, message) for message in SAMPLES.values()]
+    node = make_node(0)
+    node.handle(MessageReceived(MEMBER.node_id, SAMPLES["hello"]), 0.0)
+    decoded = 0
+    for count in range(MUTATED_FRAMES):
+        frame = bytearray(rng.choice(originals))
+        for _ in range(rng.randint(1, 4)):
+            position = min(rng.randrange(wire.HEADER_BYTES if rng.random() < 0.95 else 0, 200), len(frame) - 1)
+            kind = rng.random()
+            if kind < 0.6:
+                frame[position] = rng.randrange(256)
+            elif kind < 0.7:
+                del frame[position:]
+                frame += b"\x00"
+            elif kind < 0.85:
+                frame.insert(position, rng.randrange(256))
+            else:
+                frame[position] ^= 1 << rng.randrange(8)
+        try:
+            _, message = wire.decode(bytes(frame))
+        except wire.WireError:
+            continue
+        decoded += 1
+        sender = rng.choice((SENDER, MEMBER.node_id))
+        node.handle(MessageReceived(sender, message), count * 0.001)
+        if isinstance(message, m.Chunk):
+            chunk = ChunkReceived(sender, message.pull_id, message.ordinal, message.offset, message.length)
+            node.handle(chunk, count * 0.001)
+        if count % 50 == 0:
+            node.handle(TimerExpired(), count * 0.001)
+    assert decoded > MUTATED_FRAMES // 20
+
+
+@given(messages)
+@settings(max_examples=200, deadline=None)
+def test_any_valid_message_is_survived_by_a_node(message: m.Message) -> None:
+    node = make_node(0)
+    node.handle(MessageReceived(MEMBER.node_id, SAMPLES["hello"]), 0.0)
+    for effect in node.handle(MessageReceived(MEMBER.node_id, message), 1.0):
+        if hasattr(effect, "message"):
+            wire.encode(node.me.node_id, effect.message)
+    assert node.stats().messages[type(message).__name__] >= 1
+
+
+@given(puts(m.COUNTER_MAX))
+@settings(deadline=None)
+def test_entry_bound_is_a_bound(put: m.Put) -> None:
+    assert len(wire.pack(put)) <= entry_bytes_max(put)
+    gone = m.Del(m.COUNTER_MAX, put.anchor_id)
+    assert len(wire.pack(gone)) <= entry_bytes_max(gone)
+
+
+@given(members)
+@settings(deadline=None)
+def test_member_bound_is_a_bound(member: m.MemberRecord) -> None:
+    delta = m.OriginDelta(member, m.COUNTER_MAX, True, 0, m.COUNTER_MAX, m.COUNTER_MAX, ())
+    assert len(wire.pack(delta)) <= member_bytes_max(member)
+
+
+def test_private_anchors_cannot_be_put_on_the_wire() -> None:
+    with pytest.raises(ValueError, match="private"):
+        m.Put.of(1, meta("secret", visibility=Visibility.PRIVATE))
