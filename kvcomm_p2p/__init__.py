@@ -24,7 +24,23 @@ _HOMES = {
     "CancelledByCaller": "kvcomm_p2p.errors",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - names are strings; resolved lazily
+__all__ = [
+    "Agent",
+    "CancelledByCaller",
+    "ConfigError",
+    "KVCommError",
+    "ModelError",
+    "NameTakenError",
+    "PrefillReport",
+    "Reply",
+    "Sampling",
+    "Settings",
+    "SyncAgent",
+    "Text",
+    "TransportError",
+    "UsageError",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from kvcomm_p2p.agent import Agent, Reply

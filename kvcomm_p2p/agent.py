@@ -1,0 +1,376 @@
+"""What a user holds: an agent that generates text and shares what it has prefilled.
+
+async with Agent("reviewer", join=["127.0.0.1:5701"]) as agent:
+    reply = await agent.generate("Summarise [report].", slots={"report": text})
+    print(reply.text, reply.report.sources)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from kvcomm_p2p.agent_status import AgentStatus, Totals
+from kvcomm_p2p.errors import CancelledByCaller, ConfigError, UsageError
+from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.planning.types import Mode
+from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare, prepare_ids
+from kvcomm_p2p.report import PrefillReport
+from kvcomm_p2p.reuse.engine import Filled
+from kvcomm_p2p.settings import Settings
+from kvcomm_p2p.stack import AgentStack, build_stack
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache
+
+EXACT_ONLY_ROLES = frozenset({"judge", "selector", "voter", "ranker"})
+"""Roles that compare candidates: approximate reuse is known to push their verdicts towards chance."""
+
+GENERATIONS_MAX = 16
+"""`generate` calls that decode at the same time; more wait their turn."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A finished generation. `finish_reason`: eos, stop or length. `ttft_s`: from the call to the first token's logits."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    report: PrefillReport
+    ttft_s: float
+    total_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, ready for JSON."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "report": self.report.as_dict(),
+            "ttft_s": self.ttft_s,
+            "total_s": self.total_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt's cache for `model.generate(token_ids, ...)`: T - 1 positions, so that generate computes the last one itself.
+
+    Unpacks as `cache, report`. `logits` [V] are those of the next token.
+    """
+
+    cache: DynamicCache
+    report: PrefillReport
+    logits: torch.Tensor
+
+    def __iter__(self) -> Any:
+        return iter((self.cache, self.report))
+
+
+class Agent:
+    """One agent: a model, a node, a pool of shared KV. Use it as an async context manager, or `start` and `close` it.
+
+    All methods may be called from any event loop, several at a time; `status` and `cancel_all` from any thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: str | ModelRunner = "smollm2-135m",
+        join: Sequence[str] = (),
+        role: str = "",
+        settings: Settings | None = None,
+        port: int = 0,
+        bulk_port: int = 0,
+        dtype: str = "float32",
+        groups: Sequence[str] = (),
+    ) -> None:
+        """`join`: control addresses ("host:port") of any peers; they may start later. `groups`: names of groups whose anchors
+        this agent may see. Raises ConfigError for a bad name or role combination at once; models load in `start`."""
+        if not name or len(name.encode()) > 64 or not name.isprintable() or "/" in name:
+            raise ConfigError(f"agent name {name!r} must have 1 to 64 bytes, all printable, and no slash")
+        if isinstance(join, str):
+            raise ConfigError(f'join must be a list of addresses, for example join=["{join}"]')
+        self.name = name
+        self.role = role
+        self.settings = settings or Settings.from_env()
+        self._model = model
+        self._join = tuple(join)
+        self._ports = (port, bulk_port)
+        self._dtype = dtype
+        self._groups = tuple(groups)
+        self._stack: AgentStack | None = None
+        self._started_at = 0.0
+        self._totals = Totals()
+        self._decoders = ThreadPoolExecutor(GENERATIONS_MAX, thread_name_prefix="kvcomm-decode")
+        self._cancels: set[threading.Event] = set()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------------------ life cycle
+
+    async def __aenter__(self) -> Agent:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Load the model, bind, join. Seeds that do not answer yet are retried in the background.
+
+        Raises ModelError, TransportError (port in use), NameTakenError, ConfigError.
+        """
+        if self._stack is not None:
+            raise UsageError(f"agent {self.name!r} is already running")
+        loop = asyncio.get_running_loop()
+        build = partial(
+            build_stack,
+            self.name,
+            self._model,
+            self.settings,
+            ports=self._ports,
+            dtype=self._dtype,
+            groups=self._groups,
+        )
+        stack = await loop.run_in_executor(None, build)
+        try:
+            await asyncio.wrap_future(stack.driver.run(stack.join(self._join)))
+        except BaseException:
+            await loop.run_in_executor(None, stack.close)
+            raise
+        self._stack = stack
+        self._started_at = time.monotonic()
+
+    async def close(self) -> None:
+        """Cancel what is in flight, tell the peers, stop. Safe to call twice."""
+        stack, self._stack = self._stack, None
+        self.cancel_all()
+        if stack is not None:
+            await asyncio.get_running_loop().run_in_executor(None, stack.close)
+        self._decoders.shutdown(wait=False)
+
+    def cancel_all(self) -> None:
+        """Cancel every generation in flight; their callers get CancelledByCaller."""
+        with self._lock:
+            for event in self._cancels:
+                event.set()
+
+    # ------------------------------------------------------------------------------------------------------ properties
+
+    @property
+    def address(self) -> str:
+        """Control address that others join."""
+        return self._running().address
+
+    @property
+    def node_id(self) -> bytes:
+        return self._running().node_id
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._running().runner
+
+    def status(self) -> AgentStatus:
+        """Counters, pool and peers, now."""
+        stack = self._running()
+        return AgentStatus.of(stack, self.name, self.role, self._totals, time.monotonic() - self._started_at)
+
+    # ------------------------------------------------------------------------------------------------------- main path
+
+    async def generate(
+        self,
+        prompt: str | list[dict[str, Any]],
+        *,
+        slots: Mapping[str, str | Text] | None = None,
+        mode: str = "balanced",
+        sampling: Sampling | None = None,
+        visibility: str = "public",
+        group: str = "",
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Answer a prompt: text (one user message) or chat messages, with `slots` filled in.
+
+        `mode`: exact, balanced or dense. `visibility`: public, group (with `group`) or private, for the prompt and the answer.
+        `on_text` is called with pieces of the answer from another thread. Cancelling the awaiting task cancels the generation.
+        Raises UsageError, CancelledByCaller.
+        """
+        started = time.perf_counter()
+        stack = self._running()
+        chosen, sampling = parse_mode(mode), sampling or Sampling()
+        prepared = await self._prepare(stack, prompt, slots, visibility, group)
+        prepared_s = time.perf_counter() - started
+        cancel = threading.Event()
+        with self._lock:
+            self._cancels.add(cancel)
+        try:
+            filled = await self._on_driver(stack, self._fill(stack, prepared, chosen, sampling.max_new_tokens, cancel))
+            ttft_s = time.perf_counter() - started
+            publication = stack.publish_prompt(prepared, filled)
+            decoded = await self._decode(stack, prepared, filled, sampling, on_text, cancel)
+            stack.publish_answer(publication, decoded.token_ids)
+        except asyncio.CancelledError:
+            cancel.set()
+            raise
+        finally:
+            with self._lock:
+                self._cancels.discard(cancel)
+        report = replace(filled.report, timings=replace(filled.report.timings, tokenize_s=prepared_s))
+        self._totals.add(report)
+        if decoded.finish_reason == "cancelled":
+            raise CancelledByCaller(f"generation of {self.name!r} was cancelled")
+        return Reply(
+            text=decoded.text,
+            token_ids=list(decoded.token_ids),
+            finish_reason=decoded.finish_reason,
+            report=report,
+            ttft_s=ttft_s,
+            total_s=time.perf_counter() - started,
+        )
+
+    async def stream(self, prompt: str | list[dict[str, Any]], **options: Any) -> AsyncIterator[str | Reply]:
+        """Like `generate` (same options, except on_text): yields pieces of text, then the Reply. Closing it cancels."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def on_text(piece: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        task = asyncio.create_task(self.generate(prompt, on_text=on_text, **options))
+        task.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            yield task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def prefill(
+        self, token_ids: Sequence[int], *, mode: str = "balanced", visibility: str = "public", group: str = ""
+    ) -> Prefilled:
+        """A cache with which `model.generate(token_ids, ...)` goes on as it would without us.
+
+        `token_ids`: the whole prompt (list, array or tensor of shape [T] or [1, T]). Raises UsageError for an empty prompt,
+        ids outside the vocabulary or a prompt beyond the model's context.
+        """
+        stack = self._running()
+        prepared = prepare_ids(
+            token_ids, stack.runner.vocabulary_size, visibility=visibility, group=group, key=stack.group_key
+        )
+        filled = await self.fill(prepared, mode)
+        cache = await asyncio.get_running_loop().run_in_executor(
+            None, filled.cache.to_dynamic, stack.runner.model.config
+        )
+        self._totals.add(filled.report)
+        return Prefilled(cache, filled.report, filled.logits)
+
+    async def fill(
+        self, prompt: PreparedPrompt, mode: str | Mode, *, rows_extra: int = 0, publish: bool = True
+    ) -> Filled:
+        """The engine's own face: the filled slab with logits, report and plan. Publishes the prompt unless told not to."""
+        stack = self._running()
+        filled = await self._on_driver(
+            stack, self._fill(stack, prompt, parse_mode(mode), rows_extra, threading.Event())
+        )
+        if publish:
+            stack.publish_prompt(prompt, filled)
+        else:
+            stack.release(filled)
+        return filled
+
+    async def settled(self) -> None:
+        """Wait until everything prefilled or generated so far is published (it is found by this node's peers a gossip
+        interval later)."""
+        stack = self._running()
+        await asyncio.get_running_loop().run_in_executor(None, stack.settle)
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    async def _prepare(
+        self,
+        stack: AgentStack,
+        prompt: str | list[dict[str, Any]],
+        slots: Mapping[str, str | Text] | None,
+        visibility: str,
+        group: str,
+    ) -> PreparedPrompt:
+        call = partial(
+            prepare,
+            stack.runner.tokenizer,
+            prompt,
+            slots,
+            visibility=visibility,
+            group=group,
+            key=stack.group_key,
+        )
+        return await asyncio.get_running_loop().run_in_executor(None, call)
+
+    async def _fill(
+        self, stack: AgentStack, prompt: PreparedPrompt, mode: Mode, rows_extra: int, cancel: threading.Event
+    ) -> Filled:
+        exact_only = f"role {self.role!r} compares candidates" if self.role.lower() in EXACT_ONLY_ROLES else ""
+        return await stack.engine.fill(
+            prompt, mode, exact_only=exact_only, rows_extra=rows_extra, cancelled=cancel.is_set
+        )
+
+    async def _decode(
+        self,
+        stack: AgentStack,
+        prompt: PreparedPrompt,
+        filled: Filled,
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None,
+        cancel: threading.Event,
+    ) -> Decoded:
+        call = partial(
+            decode,
+            stack.runner,
+            filled.cache,
+            prompt.token_ids.astype(np.int64).tolist(),
+            filled.logits,
+            sampling,
+            on_text=on_text,
+            cancelled=cancel.is_set,
+        )
+        future = asyncio.get_running_loop().run_in_executor(self._decoders, call)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # The thread ends at its next token; wait for it, since it uses the slab.
+            cancel.set()
+            with suppress(Exception):
+                await future
+            raise
+
+    async def _on_driver(self, stack: AgentStack, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(stack.driver.run(work))
+
+    def _running(self) -> AgentStack:
+        if self._stack is None:
+            raise UsageError(f"agent {self.name!r} is not running: use 'async with Agent(...)' or call start() first")
+        return self._stack
+
+
+def parse_mode(mode: str | Mode) -> Mode:
+    """Raises UsageError naming the modes there are."""
+    try:
+        return Mode(mode)
+    except ValueError:
+        raise UsageError(f"mode {mode!r} is not known: use one of {', '.join(m.value for m in Mode)}") from None

@@ -1,0 +1,120 @@
+"""What an agent tells about itself."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvcomm_p2p.report import PrefillReport
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.stack import AgentStack
+
+
+class Totals:
+    """Sums over all prefills of an agent. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._wait_lost_s = 0.0
+
+    def add(self, report: PrefillReport) -> None:
+        """Count one prefill."""
+        with self._lock:
+            self._sums["requests"] += 1
+            for name in ("prompt", "exact", "continued", "reused", "recomputed"):
+                self._sums[f"{name}_tokens"] += getattr(report, f"{name}_tokens")
+            self._sums["pulled_bytes"] += report.pulled_bytes
+            self._sums["fallbacks"] += bool(report.fallback)
+            self._misses.update(miss.reason for miss in report.misses)
+            self._wait_lost_s += report.wait_lost_s
+
+    def read(self) -> tuple[dict[str, int], dict[str, int], float]:
+        """Sums by name, misses by reason, seconds lost waiting."""
+        with self._lock:
+            return dict(self._sums), dict(self._misses), self._wait_lost_s
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStatus:
+    """A snapshot. Token counts are sums over all prefills; `misses` counts by reason."""
+
+    name: str
+    role: str
+    node_id: str
+    address: str
+    model: str
+    model_id: str
+    exact_only_reason: str
+    uptime_s: float
+    pool_bytes: int
+    pool_bytes_max: int
+    anchors: int
+    requests: int
+    prompt_tokens: int
+    exact_tokens: int
+    continued_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    pulled_bytes: int
+    fallbacks: int
+    wait_lost_s: float
+    misses: dict[str, int] = field(default_factory=dict)
+    peers: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, stack: AgentStack, name: str, role: str, totals: Totals, uptime_s: float) -> AgentStatus:
+        """Read a running agent's parts."""
+        sums, misses, wait_lost_s = totals.read()
+        stats, peers = stack.snapshot()
+        spec = stack.runner.spec
+        return cls(
+            name=name,
+            role=role,
+            node_id=stack.node_id.hex(),
+            address=stack.address,
+            model=spec.name,
+            model_id=spec.model_id.hex(),
+            exact_only_reason=spec.share_refusal or stack.engine.rules().reason,
+            uptime_s=uptime_s,
+            pool_bytes=stats.node.pool_bytes,
+            pool_bytes_max=stack.pool_bytes_max,
+            anchors=stats.node.pool_anchors,
+            requests=sums.get("requests", 0),
+            prompt_tokens=sums.get("prompt_tokens", 0),
+            exact_tokens=sums.get("exact_tokens", 0),
+            continued_tokens=sums.get("continued_tokens", 0),
+            reused_tokens=sums.get("reused_tokens", 0),
+            recomputed_tokens=sums.get("recomputed_tokens", 0),
+            pulled_bytes=sums.get("pulled_bytes", 0),
+            fallbacks=sums.get("fallbacks", 0),
+            wait_lost_s=wait_lost_s,
+            misses=misses,
+            peers=[
+                {
+                    "name": peer.name,
+                    "node_id": peer.node_id.hex(),
+                    "state": peer.state,
+                    "address": peer.control,
+                    "anchors": peer.anchors,
+                    "model_id": peer.model_id.hex(),
+                    "last_heard_s": peer.heard_age_s,
+                }
+                for peer in peers
+            ],
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were not computed."""
+        if not self.prompt_tokens:
+            return 0.0
+        return (self.exact_tokens + self.continued_tokens + self.reused_tokens) / self.prompt_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, ready for JSON; with the hit rate."""
+        return {**asdict(self), "hit_rate": self.hit_rate}

@@ -1,0 +1,78 @@
+"""Do pulled blocks hold what their holder says? Cheap checks that need no trust.
+
+Layer-0 KV depends on nothing but token and position, so it can be recomputed for a few tokens of every block: a wrong model,
+wrong tokens, wrong positions, somebody else's block and crude poisoning all differ there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import SystemRandom
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.protocol.anchors import BlockKey, Miss, MissReason
+from kvcomm_p2p.reuse.blocks import block_tensors
+
+SAMPLED_TOKENS = 8
+"""Tokens per block whose layer 0 is recomputed; drawn anew each time, so that a peer cannot know which."""
+
+LAYER0_ERROR_MAX = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
+"""Largest relative L2 error of layer-0 keys and values of one token that still counts as equal (rounding is 1e-6 in float32)."""
+
+_random = SystemRandom()
+
+
+@dataclass(frozen=True, slots=True)
+class PulledBlock:
+    """A block as it came: `token_ids` (uint32 [n]), `position` of its first token and `digest` as the holder states them."""
+
+    key: BlockKey
+    data: memoryview
+    digest: bytes
+    token_ids: npt.NDArray[np.uint32]
+    position: int
+
+
+def failed_blocks(runner: ModelRunner, blocks: Sequence[PulledBlock]) -> dict[BlockKey, Miss]:
+    """Blocks that must not be used, and why. One layer-0 forward for all of them."""
+    layout = runner.spec.layout
+    failed: dict[BlockKey, Miss] = {}
+    samples: list[tuple[BlockKey, torch.Tensor, torch.Tensor]] = []
+    ids: list[npt.NDArray[np.uint32]] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    for block in blocks:
+        tokens = len(block.token_ids)
+        keys, values = block_tensors(block.data, layout, tokens)
+        # The sum is finite iff every element is (or the block is absurd): one pass, no temporary.
+        if not bool(torch.isfinite(keys.sum() + values.sum())):
+            failed[block.key] = Miss(MissReason.NOT_FINITE, "the block holds NaN or infinity")
+            continue
+        chosen = sorted(_random.sample(range(tokens), min(SAMPLED_TOKENS, tokens)))
+        samples.append((block.key, keys[0][:, chosen], values[0][:, chosen]))
+        ids.append(block.token_ids[chosen])
+        positions.append(np.asarray(chosen, dtype=np.int64) + block.position)
+    if not samples:
+        return failed
+    true_keys, true_values = runner.layer0(np.concatenate(ids).astype(np.int64), np.concatenate(positions))
+    # One comparison for all blocks: the layer is tiny, Python per block is not.
+    claimed_keys = torch.cat([keys for _, keys, _ in samples], dim=1).float()
+    claimed_values = torch.cat([values for _, _, values in samples], dim=1).float()
+    error = torch.maximum(_error(claimed_keys, true_keys.float()), _error(claimed_values, true_values.float()))
+    at = 0
+    for key, keys, _ in samples:
+        worst = float(error[at : at + keys.shape[1]].max())
+        at += keys.shape[1]
+        if not worst <= LAYER0_ERROR_MAX[layout.dtype]:
+            failed[key] = Miss(MissReason.LAYER0_MISMATCH, f"layer 0 differs from these tokens by {worst:.2g}")
+    return failed
+
+
+def _error(claimed: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """Relative L2 error per token, [n], of tensors [H, n, D]."""
+    difference = (claimed - true).pow(2).sum(dim=(0, 2)).sqrt()
+    return difference / true.pow(2).sum(dim=(0, 2)).sqrt().clamp_min(1e-6)

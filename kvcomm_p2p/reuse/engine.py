@@ -1,0 +1,281 @@
+"""The life of a prompt: find donors, plan, pull, check, align, repair, guard; or prefill everything.
+
+`ReuseEngine.fill` is the only entry. Its coroutine runs on the driver's loop; forwards and copies run in compute threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from kvcomm_p2p.errors import UsageError
+from kvcomm_p2p.model.cache import KVCache, OpaqueCache
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.plan import make_plan
+from kvcomm_p2p.planning.spans import recompute_positions
+from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, Span, SpanKind
+from kvcomm_p2p.prompts import PreparedPrompt
+from kvcomm_p2p.protocol.anchors import BlockKey, Miss
+from kvcomm_p2p.report import PrefillReport, Timings
+from kvcomm_p2p.reuse.align import align_span
+from kvcomm_p2p.reuse.checks import failed_blocks
+from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
+from kvcomm_p2p.reuse.guard import keep_head, residual
+from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
+from kvcomm_p2p.reuse.replan import dense_plan, without_blocks
+from kvcomm_p2p.reuse.reporting import ReportBuilder
+
+LEAD_TOKENS_MIN = 8
+"""A shorter own beginning is not worth a forward of its own while blocks are on their way."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A prompt of T tokens whose `cache` holds T rows, next-token `logits` [V], how it came about, and (for publishing) the
+    plan that was carried out and the pulled blocks that are still ours."""
+
+    cache: KVCache | OpaqueCache
+    logits: torch.Tensor
+    report: PrefillReport
+    plan: Plan
+    pulled: Pulled
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What the compute thread brought about."""
+
+    logits: torch.Tensor
+    plan: Plan
+    residual: float | None
+    fallback: str
+    align_s: float
+    recompute_s: float
+
+
+class ReuseEngine:
+    """Fills caches. One per agent; any number of `fill` calls may be in flight."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        finder: DonorFinder,
+        puller: Puller,
+        costs: CostTracker,
+        compute: Executor,
+        peer_name: Callable[[bytes], str],
+    ) -> None:
+        self._runner = runner
+        self._finder = finder
+        self._puller = puller
+        self._costs = costs
+        self._compute = compute
+        self._peer_name = peer_name
+
+    def rules(self, exact_only: str = "") -> ReuseRules:
+        """What may be approximated: nothing when `exact_only` gives a reason, or without a measured profile."""
+        spec = self._runner.spec
+        reason = exact_only or spec.exact_only_reason
+        if not reason and spec.profile is None:
+            reason = f"no measured profile for {spec.name}: only exact prefixes are reused"
+        if reason or spec.profile is None:
+            return ReuseRules(approximate=False, reason=reason)
+        return ReuseRules(
+            approximate=True,
+            reason="",
+            head_tokens=spec.profile.head_tokens,
+            run_tokens_min=spec.profile.run_tokens_min,
+        )
+
+    async def fill(
+        self,
+        prompt: PreparedPrompt,
+        mode: Mode,
+        *,
+        exact_only: str = "",
+        rows_extra: int = 0,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Filled:
+        """Fill a cache with room for `rows_extra` more tokens.
+
+        Raises UsageError for an empty prompt or one longer than the model's context, CancelledByCaller.
+        """
+        spec = self._runner.spec
+        tokens = len(prompt.token_ids)
+        if tokens == 0:
+            raise UsageError("the prompt is empty: give at least one token")
+        if tokens > spec.context_tokens_max:
+            raise UsageError(
+                f"the prompt has {tokens} tokens, the context of {spec.name} holds {spec.context_tokens_max}: shorten it"
+            )
+        report = ReportBuilder(prompt, mode, self._peer_name)
+        cache = self._runner.new_cache(min(tokens + rows_extra, spec.context_tokens_max))
+        if mode is Mode.DENSE or isinstance(cache, OpaqueCache):
+            reason = spec.share_refusal if mode is not Mode.DENSE else ""
+            return await self._dense(prompt, cache, dense_plan(tokens, mode, reason), report, cancelled)
+        found = await self._finder.find(prompt.token_ids)
+        report.found(found)
+        planning = time.perf_counter()
+        plan = await self._run(
+            partial(
+                make_plan,
+                prompt.token_ids,
+                found.donors,
+                mode,
+                self.rules(exact_only),
+                self._costs.costs,
+                pulls=self._costs.pulls,
+            )
+        )
+        report.planned(plan, time.perf_counter() - planning)
+        if not donor_spans(plan):
+            return await self._dense(prompt, cache, plan, report, cancelled)
+        return await self._reuse(prompt, cache, plan, found, report, cancelled)
+
+    async def _dense(
+        self,
+        prompt: PreparedPrompt,
+        cache: KVCache | OpaqueCache,
+        plan: Plan,
+        report: ReportBuilder,
+        cancelled: Callable[[], bool] | None,
+    ) -> Filled:
+        started = time.perf_counter()
+        ids = prompt.token_ids.astype(np.int64)
+        logits = await self._run(partial(self._runner.prefill, ids, cache, 0, cancelled=cancelled))
+        seconds = time.perf_counter() - started
+        self._costs.saw_prefill(len(ids), 0, seconds)
+        return Filled(cache, logits, report.finish(plan, Timings(recompute_s=seconds)), plan, Pulled())
+
+    async def _reuse(
+        self,
+        prompt: PreparedPrompt,
+        cache: KVCache,
+        plan: Plan,
+        found: FoundDonors,
+        report: ReportBuilder,
+        cancelled: Callable[[], bool] | None,
+    ) -> Filled:
+        pull = asyncio.create_task(self._puller.pull(plan, found, self._costs.costs))
+        pulled: Pulled | None = None
+        try:
+            lead = _lead_tokens(plan)
+            if lead:
+                ids = prompt.token_ids[:lead].astype(np.int64)
+                await self._run(partial(self._runner.prefill, ids, cache, 0, cancelled=cancelled))
+            pulled = await pull
+            failed = dict(pulled.failed)
+            failed.update(await self._run(partial(failed_blocks, self._runner, list(pulled.remote.values()))))
+            self._blame(failed, pulled, found)
+            report.pulled(pulled, failed)
+            usable = without_blocks(plan, failed)
+            outcome = await self._run(partial(self._complete, prompt, cache, usable, pulled, lead, cancelled))
+        except BaseException:
+            pull.cancel()
+            if pulled is not None:
+                self._puller.release(pulled, list(pulled.handles))
+            raise
+        self._puller.release(pulled, [key for key in failed if key in pulled.handles])
+        self._observe_pull(pulled, plan)
+        timings = Timings(pull_s=pulled.seconds, align_s=outcome.align_s, recompute_s=outcome.recompute_s)
+        report.guarded(outcome.residual, outcome.fallback)
+        return Filled(cache, outcome.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
+
+    def _complete(
+        self,
+        prompt: PreparedPrompt,
+        cache: KVCache,
+        plan: Plan,
+        pulled: Pulled,
+        lead: int,
+        cancelled: Callable[[], bool] | None,
+    ) -> _Outcome:
+        """Align, repair, guard; in a compute thread. Rows [0, lead) are computed already."""
+        spec = self._runner.spec
+        ids = prompt.token_ids.astype(np.int64)
+        started = time.perf_counter()
+        cache.reserve(plan.tokens)
+        aligned_bytes = 0
+        heads = []
+        for span in donor_spans(plan):
+            align_span(cache, span, pulled.blocks, spec.rotary)
+            aligned_bytes += span.tokens * spec.layout.token_bytes
+            if span.kind is SpanKind.RECOMPUTE:
+                heads.append(keep_head(cache, span.start, span.end))
+        aligned = time.perf_counter()
+        self._costs.saw_align(aligned_bytes, aligned - started)
+        positions = recompute_positions(plan)
+        logits = self._recompute(ids, positions[positions >= lead], cache, cancelled)
+        measured = residual(cache, heads)
+        fallback = ""
+        if measured is not None and spec.profile is not None and not measured <= spec.profile.residual_max:
+            fallback = (
+                f"the recomputed head differs from the reused KV by {measured:.3f}, "
+                f"more than the {spec.profile.residual_max:.3f} measured as safe"
+            )
+            plan, exact = _only_exact(plan, fallback)
+            cache.truncate(exact)
+            logits = self._runner.prefill(ids[exact:], cache, exact, cancelled=cancelled)
+        done = time.perf_counter()
+        return _Outcome(logits, plan, measured, fallback, aligned - started, done - aligned)
+
+    def _recompute(
+        self, ids: np.ndarray, positions: np.ndarray, cache: KVCache, cancelled: Callable[[], bool] | None
+    ) -> torch.Tensor:
+        """One forward over `positions`; as an ordinary continuation when they are the end of the prompt."""
+        first = int(positions[0])
+        started = time.perf_counter()
+        if len(positions) == len(ids) - first:
+            cache.length = first
+            logits = self._runner.prefill(ids[first:], cache, first, cancelled=cancelled)
+        else:
+            logits = self._runner.recompute(ids, positions, cache)
+        self._costs.saw_forward(len(positions), float((positions + 1).sum()), time.perf_counter() - started)
+        return logits
+
+    def _blame(self, failed: dict[BlockKey, Miss], pulled: Pulled, found: FoundDonors) -> None:
+        """Forget what holders said of anchors whose blocks were not what they should be."""
+        wrong = {key.anchor_id for key in failed if key in pulled.remote}
+        for holder, anchor_id in found.details:
+            if anchor_id in wrong:
+                self._finder.forget(holder, anchor_id)
+
+    def _observe_pull(self, pulled: Pulled, plan: Plan) -> None:
+        holders = {s.donor.holder for s in donor_spans(plan) if s.donor is not None and not s.donor.local}
+        if len(holders) == 1 and not pulled.failed:
+            self._costs.saw_pull(holders.pop(), pulled.kv_bytes, pulled.seconds)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+
+
+def _lead_tokens(plan: Plan) -> int:
+    """How many first tokens can be computed while blocks are pulled: the plain beginning of the prompt, if it is worth it."""
+    remote = any(span.donor is not None and not span.donor.local for span in plan.spans)
+    first = plan.spans[0]
+    if not remote or first.kind is not SpanKind.RECOMPUTE or first.donor is not None:
+        return 0
+    return first.tokens if LEAD_TOKENS_MIN <= first.tokens < plan.tokens else 0
+
+
+def _only_exact(plan: Plan, why: str) -> tuple[Plan, int]:
+    """The plan with everything behind its exact prefix recomputed, and the length of that prefix."""
+    kept: list[Span] = []
+    for span in plan.spans:
+        if span.kind is not SpanKind.EXACT:
+            break
+        kept.append(span)
+    exact = kept[-1].end if kept else 0
+    rest = Span(exact, plan.tokens, SpanKind.RECOMPUTE, why=why)
+    return replace(plan, spans=(*kept, rest)), exact

@@ -1,0 +1,43 @@
+"""How this node's own sequences hang together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvcomm_p2p.protocol.anchors import AnchorMeta
+from kvcomm_p2p.protocol.ids import AnchorId
+
+LINEAGE_MAX = 20_000
+"""Anchors whose predecessor is remembered (about 100 bytes each)."""
+
+
+class Lineage:
+    """What only the maker of a sequence knows: which of its own anchors each one follows, and the nonce of its variant.
+
+    An anchor's KV depends on all that stands before it; with this, a later turn of a conversation finds the whole chain, and
+    sequences that branch off share what they have in common.
+    """
+
+    def __init__(self) -> None:
+        self._before: OrderedDict[AnchorId, tuple[AnchorId | None, bytes]] = OrderedDict()
+
+    def add(self, anchors: Sequence[AnchorMeta], variant: bytes, before: AnchorId | None = None) -> None:
+        """Note that each anchor follows the one before it (the first follows `before`)."""
+        for anchor in anchors:
+            self._before.setdefault(anchor.anchor_id, (before, variant))
+            before = anchor.anchor_id
+        while len(self._before) > LINEAGE_MAX:
+            self._before.popitem(last=False)
+
+    def known(self, anchor_id: AnchorId) -> bool:
+        """Whether this node made the anchor (and has not forgotten how)."""
+        return anchor_id in self._before
+
+    def before(self, anchor_id: AnchorId) -> AnchorId | None:
+        """The anchor that this one follows, if it is known."""
+        return self._before.get(anchor_id, (None, b""))[0]
+
+    def variant(self, anchor_id: AnchorId) -> bytes:
+        """Nonce under which this anchor was made; empty if it is not ours."""
+        return self._before.get(anchor_id, (None, b""))[1]

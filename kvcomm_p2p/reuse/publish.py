@@ -1,0 +1,231 @@
+"""Publishing: what was prefilled, generated or pulled becomes anchors, in the background.
+
+Rows that a fill or a generation has written are never changed again, so they can be copied while decoding goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.model.cache import KVCache
+from kvcomm_p2p.model.spec import ModelSpec
+from kvcomm_p2p.net.driver import Driver
+from kvcomm_p2p.planning.chains import keyed_digest
+from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
+from kvcomm_p2p.planning.spans import hops_at
+from kvcomm_p2p.planning.types import Plan, SpanKind
+from kvcomm_p2p.planning.winnow import fingerprints
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor
+from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId, ChainHash, SequenceId
+from kvcomm_p2p.reuse.blocks import copy_block
+from kvcomm_p2p.reuse.lineage import Lineage
+from kvcomm_p2p.reuse.pulling import Pulled
+from kvcomm_p2p.store import BlockStore
+
+VARIANT_BYTES = 8
+REPLICA_BLOCKS_MIN = 2
+"""Shorter pieces of a peer's anchor are not kept as replicas."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A prompt as it was published, for its answer to go on from."""
+
+    variant: bytes
+    last: AnchorMeta | None
+    before_last: AnchorId | None
+
+
+class Publisher:
+    """Lives on the driver's loop; copies and hashes in compute threads."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        store: BlockStore,
+        spec: ModelSpec,
+        lineage: Lineage,
+        content_key: bytes,
+        compute: Executor,
+    ) -> None:
+        self._driver = driver
+        self._store = store
+        self._spec = spec
+        self._lineage = lineage
+        self._key = content_key
+        self._compute = compute
+
+    async def prompt(
+        self,
+        token_ids: npt.NDArray[np.uint32],
+        cache: KVCache,
+        plan: Plan,
+        visibility: Sequence[VisibilityMark],
+    ) -> Published:
+        """Publish rows [0, T) of a filled slab; returns where an answer goes on."""
+        hops = hops_at(plan)
+        variant = self._variant(plan) if hops[-1][1] > 0 else b""
+        segments = await self._cut(token_ids, hops, visibility, variant, 0, None)
+        await self._publish(cache, segments, variant, None)
+        last = segments[-1].meta
+        before = segments[-2].meta.anchor_id if len(segments) > 1 else None
+        return Published(variant, last, before)
+
+    async def answer(
+        self,
+        token_ids: npt.NDArray[np.uint32],
+        cache: KVCache,
+        plan: Plan,
+        visibility: Sequence[VisibilityMark],
+        prompt: Published,
+    ) -> None:
+        """Publish what was generated behind a published prompt: `token_ids` are prompt and answer, as far as rows exist.
+
+        The prompt's last anchor is replaced by a longer one if it ended in the middle of a block or was short.
+        """
+        last = prompt.last
+        if last is None or len(token_ids) <= last.end:
+            return
+        segments = await self._cut(token_ids, hops_at(plan), visibility, prompt.variant, last.start, last.sequence_id)
+        await self._publish(cache, segments, prompt.variant, prompt.before_last)
+        if last.anchor_id not in {segment.meta.anchor_id for segment in segments}:
+            await self._driver.forget([last.anchor_id])
+
+    async def replicas(self, pulled: Pulled) -> None:
+        """Keep pulled blocks as they came: we become one more holder of the donor's anchors, or of parts of them.
+
+        Takes over the handles: those of pieces too short to keep are dropped.
+        """
+        for anchor in pulled.anchors.values():
+            for held in await self._run(partial(self._replicas_of, anchor, pulled)):
+                await self._driver.publish([held])
+        for handle in pulled.handles.values():
+            self._store.drop(handle)
+        pulled.handles.clear()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _variant(self, plan: Plan) -> bytes:
+        """The nonce of the conversation that is continued, or a new one."""
+        for span in plan.spans:
+            if span.kind is SpanKind.CONTINUED and span.donor is not None:
+                for anchor in reversed(span.donor.anchors):
+                    variant = self._lineage.variant(anchor.anchor_id)
+                    if variant:
+                        return variant
+        return os.urandom(VARIANT_BYTES)
+
+    async def _cut(
+        self,
+        token_ids: npt.NDArray[np.uint32],
+        hops: Sequence[tuple[int, int]],
+        visibility: Sequence[VisibilityMark],
+        variant: bytes,
+        start: int,
+        sequence: SequenceId | None,
+    ) -> list[Segment]:
+        return await self._run(
+            partial(
+                cut_anchors,
+                token_ids,
+                hops=hops,
+                visibility=visibility,
+                model_id=self._spec.model_id,
+                layout=self._spec.layout,
+                key=self._key,
+                variant=variant,
+                start=start,
+                sequence=sequence,
+            )
+        )
+
+    async def _publish(
+        self, cache: KVCache, segments: Sequence[Segment], variant: bytes, before: AnchorId | None
+    ) -> None:
+        """Copy, hash and publish the anchors that are not held yet, first to last."""
+        self._lineage.add([segment.meta for segment in segments], variant, before)
+        for segment in segments:
+            if self._driver.held(segment.meta.anchor_id) is not None:
+                await self._driver.touch([segment.meta.anchor_id])
+                continue
+            buffers, digests = await self._run(partial(_copy_anchor, cache, segment.meta))
+            handles = tuple(self._store.put(buffer) for buffer in buffers)
+            await self._driver.publish([HeldAnchor(segment.meta, segment.token_ids, handles, digests)])
+
+    def _replicas_of(self, anchor: AnchorMeta, pulled: Pulled) -> list[HeldAnchor]:
+        """What can be held of one pulled anchor: one piece per stretch of blocks that came."""
+        came = [index for index in range(anchor.blocks) if BlockKey(anchor.anchor_id, index) in pulled.handles]
+        kept = [indexes for indexes in _stretches(came) if len(indexes) >= min(REPLICA_BLOCKS_MIN, anchor.blocks)]
+        return [self._replica(anchor, indexes, pulled) for indexes in kept]
+
+    def _replica(self, anchor: AnchorMeta, indexes: list[int], pulled: Pulled) -> HeldAnchor:
+        """Blocks `indexes` (consecutive) of a peer's anchor as an anchor of ours; takes over their handles."""
+        keys = [BlockKey(anchor.anchor_id, index) for index in indexes]
+        token_ids = np.concatenate([pulled.remote[key].token_ids for key in keys]).astype(np.uint32)
+        token_ids.flags.writeable = False
+        handles = tuple(pulled.handles.pop(key) for key in keys)
+        digests = tuple(pulled.remote[key].digest for key in keys)
+        return HeldAnchor(self._part(anchor, indexes, token_ids), token_ids, handles, digests)
+
+    def _part(self, anchor: AnchorMeta, indexes: list[int], token_ids: npt.NDArray[np.uint32]) -> AnchorMeta:
+        """Metadata of a part of an anchor; the anchor's own when the part is the whole.
+
+        A part's id comes from the whole's id and the range, so that whoever holds the same part calls it the same.
+        """
+        if len(indexes) == anchor.blocks:
+            return anchor
+        start = anchor.start + indexes[0] * BLOCK_TOKENS
+        end = start + len(token_ids)
+        name = keyed_digest(
+            b"kvcomm part",
+            self._key,
+            ANCHOR_ID_BYTES,
+            anchor.anchor_id,
+            start.to_bytes(8, "little"),
+            end.to_bytes(8, "little"),
+        )
+        values, _ = fingerprints(token_ids, self._key)
+        return replace(
+            anchor,
+            anchor_id=AnchorId(name),
+            start=start,
+            end=end,
+            chain_end=anchor.chain_end if end == anchor.end else ChainHash(b""),
+            fingerprints=np.unique(values).astype("<u4").tobytes(),
+            kv_bytes=self._spec.layout.block_bytes(len(token_ids)),
+        )
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+
+
+def _copy_anchor(cache: KVCache, meta: AnchorMeta) -> tuple[list[memoryview], tuple[bytes, ...]]:
+    """Bytes and SHA-256 of each block of an anchor, from the slab that holds its rows."""
+    buffers = []
+    for index in range(meta.blocks):
+        start = meta.start + index * BLOCK_TOKENS
+        buffers.append(copy_block(cache, start, start + meta.block_tokens(index)))
+    return buffers, tuple(hashlib.sha256(buffer).digest() for buffer in buffers)
+
+
+def _stretches(indexes: Sequence[int]) -> list[list[int]]:
+    """Cut ascending numbers where they skip."""
+    stretches: list[list[int]] = []
+    for index in indexes:
+        if stretches and stretches[-1][-1] + 1 == index:
+            stretches[-1].append(index)
+        else:
+            stretches.append([index])
+    return stretches

@@ -1,0 +1,126 @@
+"""Bring the blocks that a plan needs: from the own store, and from peers with deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvcomm_p2p.net.driver import Driver
+from kvcomm_p2p.planning.costs import pull_s
+from kvcomm_p2p.planning.spans import blocks_needed
+from kvcomm_p2p.planning.types import Costs, Plan, Span
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, Miss, MissReason
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.reuse.checks import PulledBlock
+from kvcomm_p2p.reuse.donors import FoundDonors
+from kvcomm_p2p.store import BlockStore, StaleHandle
+
+DEADLINE_FACTOR = 6.0
+"""A pull may take this many times its predicted time before the rest of it is given up (stalls end much earlier)."""
+
+DEADLINE_MIN_S = 2.0
+
+
+@dataclass(slots=True)
+class Pulled:
+    """What came. `blocks` holds local and remote bytes; `remote` the remote ones with what their holder said of them;
+    `handles` are owned by us: publish them as replicas or drop them."""
+
+    blocks: dict[BlockKey, memoryview] = field(default_factory=dict)
+    remote: dict[BlockKey, PulledBlock] = field(default_factory=dict)
+    handles: dict[BlockKey, BlockHandle] = field(default_factory=dict)
+    anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
+    failed: dict[BlockKey, Miss] = field(default_factory=dict)
+    wait_lost_s: float = 0.0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Puller:
+    """Lives on the driver's loop."""
+
+    def __init__(self, driver: Driver, store: BlockStore) -> None:
+        self._driver = driver
+        self._store = store
+
+    async def pull(self, plan: Plan, found: FoundDonors, costs: Costs) -> Pulled:
+        """All blocks of the plan's donors. Never raises for a peer's fault: what did not come is in `failed`."""
+        started = time.perf_counter()
+        pulled = Pulled()
+        remote: dict[NodeId, dict[BlockKey, tuple[AnchorMeta, int]]] = {}
+        used: set[AnchorId] = set()
+        for span in donor_spans(plan):
+            assert span.donor is not None
+            for anchor, index in blocks_needed(span):
+                key = BlockKey(anchor.anchor_id, index)
+                if span.donor.local:
+                    self._take_local(key, pulled)
+                    used.add(anchor.anchor_id)
+                else:
+                    remote.setdefault(span.donor.holder, {})[key] = (anchor, index)
+        if used:
+            await self._driver.touch(sorted(used))
+        await asyncio.gather(*(self._fetch(holder, wants, found, costs, pulled) for holder, wants in remote.items()))
+        pulled.seconds = time.perf_counter() - started
+        return pulled
+
+    def release(self, pulled: Pulled, keys: Iterable[BlockKey]) -> None:
+        """Drop handles that nobody will publish."""
+        for key in keys:
+            handle = pulled.handles.pop(key, None)
+            if handle is not None:
+                self._store.drop(handle)
+
+    def _take_local(self, key: BlockKey, pulled: Pulled) -> None:
+        held = self._driver.held(key.anchor_id)
+        try:
+            if held is None:
+                raise StaleHandle(key)
+            pulled.blocks[key] = self._store.view(held.handles[key.index])
+        except StaleHandle:
+            pulled.failed[key] = Miss(MissReason.EVICTED, "evicted from the own pool between planning and reading")
+
+    async def _fetch(
+        self,
+        holder: NodeId,
+        wants: dict[BlockKey, tuple[AnchorMeta, int]],
+        found: FoundDonors,
+        costs: Costs,
+        pulled: Pulled,
+    ) -> None:
+        asked = []
+        for key, (anchor, index) in wants.items():
+            detail = found.details[holder, anchor.anchor_id]
+            kv_bytes = anchor.kv_bytes // anchor.tokens * anchor.block_tokens(index)
+            asked.append((key, kv_bytes, detail.digests[index]))
+        predicted = pull_s(costs, sum(kv_bytes for _, kv_bytes, _ in asked))
+        result = await self._driver.fetch(holder, asked, max(DEADLINE_MIN_S, DEADLINE_FACTOR * predicted))
+        pulled.failed.update(result.missed)
+        pulled.wait_lost_s = max(pulled.wait_lost_s, result.wait_lost_s)
+        for key, handle in result.found.items():
+            anchor, index = wants[key]
+            detail = found.details[holder, anchor.anchor_id]
+            offset = index * BLOCK_TOKENS
+            try:
+                data = self._store.view(handle)
+            except StaleHandle:
+                pulled.failed[key] = Miss(MissReason.EVICTED, "the fetched block was dropped before it was read")
+                continue
+            pulled.blocks[key] = data
+            pulled.handles[key] = handle
+            pulled.anchors[anchor.anchor_id] = anchor
+            pulled.kv_bytes += data.nbytes
+            pulled.remote[key] = PulledBlock(
+                key=key,
+                data=data,
+                digest=detail.digests[index],
+                token_ids=detail.token_ids[offset : offset + anchor.block_tokens(index)],
+                position=anchor.start + offset,
+            )
+
+
+def donor_spans(plan: Plan) -> list[Span]:
+    """Spans that need donor KV: everything with a donor, the recomputed heads of reused runs included (the guard compares)."""
+    return [span for span in plan.spans if span.donor is not None]

@@ -1,0 +1,114 @@
+"""Collects what happened to one prompt and turns it into a `PrefillReport`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kvcomm_p2p.planning.types import Mode, Plan, Span, SpanKind
+from kvcomm_p2p.prompts import PreparedPrompt
+from kvcomm_p2p.protocol.anchors import BlockKey, Miss
+from kvcomm_p2p.report import MissReport, PrefillReport, SpanReport, Timings
+from kvcomm_p2p.reuse.donors import FoundDonors
+from kvcomm_p2p.reuse.pulling import Pulled
+
+
+class ReportBuilder:
+    """One per `fill`; the clock starts when it is made."""
+
+    def __init__(self, prompt: PreparedPrompt, mode: Mode, peer_name: Callable[[bytes], str]) -> None:
+        self._prompt = prompt
+        self._mode = mode
+        self._peer_name = peer_name
+        self._started = time.perf_counter()
+        self._misses: list[MissReport] = []
+        self._find_s = self._plan_s = self._wait_lost_s = 0.0
+        self._pulled = Pulled()
+        self._residual: float | None = None
+        self._fallback = ""
+
+    def found(self, found: FoundDonors) -> None:
+        """The search is over."""
+        self._find_s = time.perf_counter() - self._started
+        self._wait_lost_s += found.wait_lost_s
+        for holder, miss in found.dropped:
+            what = "prompt" if holder is None else f"token ids from {self._peer_name(holder)}"
+            self._misses.append(MissReport(what, miss.reason.value, miss.detail))
+
+    def planned(self, plan: Plan, seconds: float) -> None:
+        """The plan is made."""
+        self._plan_s = seconds
+        for rejected in plan.rejected:
+            what = f"tokens {rejected.start}-{rejected.end} from {self._peer_name(rejected.holder)}"
+            self._misses.append(MissReport(what, rejected.miss.reason.value, rejected.miss.detail))
+
+    def pulled(self, pulled: Pulled, failed: Mapping[BlockKey, Miss]) -> None:
+        """Blocks are here, or are not: one miss per anchor and reason."""
+        self._pulled = pulled
+        self._wait_lost_s += pulled.wait_lost_s
+        grouped: dict[tuple[bytes, str], tuple[int, Miss]] = {}
+        for key, miss in failed.items():
+            count, _ = grouped.get((key.anchor_id, miss.reason.value), (0, miss))
+            grouped[key.anchor_id, miss.reason.value] = (count + 1, miss)
+        for (anchor_id, reason), (count, miss) in grouped.items():
+            what = f"{count} block{'s' if count > 1 else ''} of anchor {anchor_id[:4].hex()}"
+            self._misses.append(MissReport(what, reason, miss.detail))
+
+    def guarded(self, residual: float | None, fallback: str) -> None:
+        """The guard has spoken."""
+        self._residual = residual
+        self._fallback = fallback
+        if fallback:
+            self._misses.append(MissReport("reused runs", "residual", fallback))
+
+    def finish(self, plan: Plan, timings: Timings) -> PrefillReport:
+        """The report of the plan that was carried out; `timings` gives pull, align and recompute."""
+        counts = dict.fromkeys(SpanKind, 0)
+        for span in plan.spans:
+            counts[span.kind] += span.tokens
+        return PrefillReport(
+            mode=self._mode.value,
+            prompt_tokens=plan.tokens,
+            exact_tokens=counts[SpanKind.EXACT],
+            continued_tokens=counts[SpanKind.CONTINUED],
+            reused_tokens=counts[SpanKind.REUSE],
+            recomputed_tokens=counts[SpanKind.RECOMPUTE],
+            pulled_bytes=self._pulled.kv_bytes,
+            pulled_tokens=sum(len(block.token_ids) for block in self._pulled.remote.values()),
+            spans=tuple(self._span(span) for span in _joined(plan)),
+            misses=tuple(self._misses),
+            timings=replace(
+                timings,
+                find_s=self._find_s,
+                plan_s=self._plan_s,
+                total_s=time.perf_counter() - self._started,
+            ),
+            wait_lost_s=self._wait_lost_s,
+            residual=self._residual,
+            fallback=self._fallback,
+            slots=self._prompt.slots,
+        )
+
+    def _span(self, span: Span) -> SpanReport:
+        source = ""
+        if span.donor is not None and span.kind is not SpanKind.RECOMPUTE:
+            source = self._peer_name(span.donor.holder)
+        return SpanReport(span.start, span.end, span.kind.value, source, span.donor_start if source else 0, span.why)
+
+
+def _joined(plan: Plan) -> list[Span]:
+    """Spans with neighbours that tell the same put together (a plan with missing blocks is cut at block borders)."""
+    joined: list[Span] = []
+    for span in plan.spans:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.donor is span.donor
+            and (last.kind, last.why) == (span.kind, span.why)
+            and (span.donor is None or last.donor_start + last.tokens == span.donor_start)
+        ):
+            joined[-1] = replace(last, end=span.end)
+        else:
+            joined.append(span)
+    return joined

@@ -1,0 +1,246 @@
+"""Everything behind one agent, built once: model, keys, store, transport, node, driver, engine, publisher."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvcomm_p2p.errors import ConfigError, NameTakenError, UsageError
+from kvcomm_p2p.model.cache import KVCache
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.net.driver import Driver, DriverStats
+from kvcomm_p2p.net.keys import load_cluster_keys
+from kvcomm_p2p.net.transport import Addresses
+from kvcomm_p2p.net.zmq_transport import ZmqTransport
+from kvcomm_p2p.planning.chains import group_tag
+from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.prompts import PreparedPrompt
+from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
+from kvcomm_p2p.protocol.messages import MemberRecord, RefusedReason
+from kvcomm_p2p.protocol.node import Node, PeerView
+from kvcomm_p2p.reuse.donors import DonorFinder
+from kvcomm_p2p.reuse.engine import Filled, ReuseEngine
+from kvcomm_p2p.reuse.lineage import Lineage
+from kvcomm_p2p.reuse.publish import Published, Publisher
+from kvcomm_p2p.reuse.pulling import Puller
+from kvcomm_p2p.settings import Settings
+from kvcomm_p2p.store import BlockStore
+
+COMPUTE_THREADS = 4
+"""Forwards run one at a time; the other threads copy, hash and align meanwhile."""
+
+JOIN_TIMEOUT_S = 2.0
+SETTLE_TIMEOUT_S = 60.0
+PROBE_PREFILLS = (8, 64, 64)
+"""Tokens of the prefills that are timed when an agent starts; the first only warms up."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("kvcomm_p2p.agent")
+
+
+@dataclass(slots=True)
+class Publication:
+    """A prompt on its way to the pool; its answer follows it."""
+
+    prompt: PreparedPrompt
+    filled: Filled
+    published: concurrent.futures.Future[Published] | None
+
+
+class AgentStack:
+    """The running parts of one agent. `close` ends them all."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner,
+        settings: Settings,
+        driver: Driver,
+        store: BlockStore,
+        content_key: bytes,
+    ) -> None:
+        self.runner = runner
+        self.group_key = content_key
+        self.pool_bytes_max = settings.pool_bytes_max
+        self.driver = driver
+        self.store = store
+        self.addresses: Addresses = driver.start()
+        self.node_id: NodeId = driver.node_id
+        self._name = name
+        self._names: dict[bytes, str] = {}
+        self._compute = ThreadPoolExecutor(COMPUTE_THREADS, thread_name_prefix="kvcomm-compute")
+        lineage = Lineage()
+        finder = DonorFinder(driver, lineage, me=self.node_id, model_id=runner.spec.model_id, content_key=content_key)
+        self._puller = Puller(driver, store)
+        self.engine = ReuseEngine(runner, finder, self._puller, measured_costs(runner), self._compute, self._peer_name)
+        self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
+        self._lock = threading.Lock()
+        self._pending: set[concurrent.futures.Future[Any]] = set()
+
+    @property
+    def address(self) -> str:
+        """Control address under which peers reach this agent."""
+        return self.addresses.control
+
+    async def join(self, seeds: Sequence[str]) -> None:
+        """Loop. Join through any of the seeds; if none answers in time the node goes on trying.
+
+        Raises NameTakenError, ConfigError (another cluster or protocol version, or not an address).
+        """
+        if not seeds:
+            return
+        outcome = await self.driver.join(seeds, JOIN_TIMEOUT_S)
+        if outcome.refused is RefusedReason.NAME_TAKEN:
+            raise NameTakenError(f"another live agent is called {self._name!r}: choose another name")
+        if outcome.refused is not None:
+            why = outcome.result if isinstance(outcome.result, int) else outcome.result.detail
+            reason = outcome.refused.name.lower().replace("_", " ")
+            raise ConfigError(f"{', '.join(seeds)} refused this agent: {reason} ({why})")
+        if not isinstance(outcome.result, int):
+            log.warning("no answer yet from %s; trying again in the background", ", ".join(seeds))
+
+    # ------------------------------------------------------------------------------------------------------ publishing
+
+    def publish_prompt(self, prompt: PreparedPrompt, filled: Filled) -> Publication:
+        """Share a filled prompt and what was pulled for it, in the background."""
+        if not isinstance(filled.cache, KVCache):
+            return Publication(prompt, filled, None)
+        return Publication(prompt, filled, self._background(self._publish_prompt(prompt, filled, filled.cache)))
+
+    def publish_answer(self, publication: Publication, token_ids: Sequence[int]) -> None:
+        """Share what was generated behind a published prompt, in the background."""
+        cache = publication.filled.cache
+        if publication.published is not None and isinstance(cache, KVCache) and token_ids:
+            self._background(self._publish_answer(publication, cache, token_ids))
+
+    def release(self, filled: Filled) -> None:
+        """Drop what was pulled for a prompt that is not published."""
+        self._puller.release(filled.pulled, list(filled.pulled.handles))
+
+    def settle(self) -> None:
+        """Wait until everything handed over so far is in the pool. Raises UsageError after SETTLE_TIMEOUT_S."""
+        with self._lock:
+            pending = list(self._pending)
+        _, late = concurrent.futures.wait(pending, timeout=SETTLE_TIMEOUT_S)
+        if late:
+            raise UsageError(f"publishing did not finish within {SETTLE_TIMEOUT_S:.0f} s: the machine is overloaded")
+
+    # ---------------------------------------------------------------------------------------------------------- status
+
+    def snapshot(self) -> tuple[DriverStats, tuple[PeerView, ...]]:
+        """Counters and peers; from any thread but the driver's."""
+
+        async def read() -> tuple[DriverStats, tuple[PeerView, ...]]:
+            return self.driver.stats(), self.driver.peers()
+
+        return self.driver.run(read()).result(timeout=5.0)
+
+    def close(self) -> None:
+        """Say goodbye and stop. Safe to call twice; not from the driver's thread."""
+        self.driver.stop()
+        self._compute.shutdown(wait=True, cancel_futures=True)
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    async def _publish_prompt(self, prompt: PreparedPrompt, filled: Filled, cache: KVCache) -> Published:
+        await self._publisher.replicas(filled.pulled)
+        return await self._publisher.prompt(prompt.token_ids, cache, filled.plan, prompt.visibility)
+
+    async def _publish_answer(self, publication: Publication, cache: KVCache, token_ids: Sequence[int]) -> None:
+        assert publication.published is not None
+        published = await asyncio.wrap_future(publication.published)
+        whole = np.concatenate([publication.prompt.token_ids, np.asarray(token_ids, dtype=np.uint32)])
+        rows = whole[: cache.length]
+        await self._publisher.answer(rows, cache, publication.filled.plan, publication.prompt.visibility, published)
+
+    def _background(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        future = self.driver.run(work)
+        with self._lock:
+            self._pending.add(future)
+        future.add_done_callback(self._published)
+        return future
+
+    def _published(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            if isinstance(error, UsageError):
+                log.debug("not published: %s", error)
+            else:
+                log.error("publishing failed", exc_info=error)
+
+    def _peer_name(self, node_id: bytes) -> str:
+        """Loop. A peer's name, also of one that has left; our own for our own pool."""
+        if node_id == self.node_id:
+            return self._name
+        if node_id not in self._names:
+            self._names.update((peer.node_id, peer.name) for peer in self.driver.peers())
+        return self._names.get(node_id, node_id[:4].hex())
+
+
+def build_stack(
+    name: str,
+    model: str | ModelRunner,
+    settings: Settings,
+    *,
+    ports: tuple[int, int] = (0, 0),
+    dtype: str = "float32",
+    groups: Sequence[str] = (),
+) -> AgentStack:
+    """Load, bind and wire up; blocking. Raises ModelError, TransportError, ConfigError."""
+    keys = load_cluster_keys(settings.state_dir)
+    runner = model
+    if not isinstance(runner, ModelRunner):
+        runner = ModelRunner.load(runner, dtype=dtype, cache_dir=settings.cache_dir)
+    spec = runner.spec
+    node_id = NodeId(os.urandom(NODE_ID_BYTES))
+    tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
+
+    def make_node(addresses: Addresses, now: float) -> Node:
+        me = MemberRecord(node_id, 1, name, spec.model_id, addresses.control, addresses.bulk, groups=tags)
+        return Node(settings.node_config(), me=me, rng=random.Random(node_id), now=now)
+
+    transport = ZmqTransport(
+        bind_host=settings.bind_host,
+        advertise_host=settings.advertise_host,
+        control_port=ports[0] or settings.control_port,
+        bulk_port=ports[1] or settings.bulk_port,
+    )
+    store = BlockStore()
+    driver = Driver(make_node, transport, store, keys)
+    return AgentStack(name, runner, settings, driver, store, keys.content)
+
+
+def measured_costs(runner: ModelRunner) -> CostTracker:
+    """Time a few small prefills, so that the first plans are not guesses. Pull and align start conservatively."""
+    spec = runner.spec
+    seconds: list[tuple[int, int, float]] = []
+    for tokens in PROBE_PREFILLS:
+        tokens = min(tokens, spec.context_tokens_max)
+        started = time.perf_counter()
+        runner.prefill([index % runner.vocabulary_size for index in range(tokens)], runner.new_cache(tokens))
+        seconds.append((tokens, 0, time.perf_counter() - started))
+    tokens, _, best = min(seconds[1:], key=lambda sample: sample[2])
+    start = Costs(
+        forward_s=max(best * 0.3, 1e-5),
+        token_s=max(best * 0.7 / tokens, 1e-7),
+        attention_s=max(best * 0.7 / tokens, 1e-7) / 5000,
+        pull_latency_s=0.01,
+        pull_bytes_per_s=4e8,
+        align_bytes_per_s=1.5e9,
+        token_bytes=spec.layout.token_bytes,
+    )
+    return CostTracker.measured(start, seconds[1:])
