@@ -1,0 +1,205 @@
+"""Logs: convergence under bad networks, no gaps, no resurrection, bounded deltas."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcomm_p2p.protocol import events as ev
+from kvcomm_p2p.protocol import messages as m
+from kvcomm_p2p.protocol import wire
+from kvcomm_p2p.protocol.anchors import MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.gossip import Known, OriginLog, Replicas
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.lookup import Lookup
+from protocol_harness import MODEL, Network, joined, meta, record
+
+LIMITS: dict[str, Any] = {"anchors_per_peer_max": 1000, "anchors_max": 10_000}
+
+
+def replicas(index: int) -> Replicas:
+    return Replicas(record(index).node_id, 1, **LIMITS)
+
+
+def live(log: OriginLog) -> set[AnchorId]:
+    return {entry.anchor_id for entry in log.after(0) if isinstance(entry, m.Put)}
+
+
+def known_ids(network: Network, node_id: NodeId, origin: NodeId) -> set[AnchorId]:
+    log = network.nodes[node_id]._community.replicas.log(origin)
+    return set() if log is None else live(log)
+
+
+def bad_network(seed: int) -> Any:
+    rng = random.Random(seed)
+
+    def fault(source: NodeId, target: NodeId, message: object) -> list[float]:
+        if rng.random() < 0.2:
+            return []
+        return [rng.uniform(0.001, 0.4) for _ in range(2 if rng.random() < 0.1 else 1)]
+
+    return fault
+
+
+def test_sixteen_nodes_converge_over_a_network_that_loses_repeats_and_reorders() -> None:
+    network, ids = joined(16)
+    network.fault = bad_network(3)
+    published: dict[NodeId, list[Any]] = {node_id: [] for node_id in ids}
+    rng = random.Random(5)
+    for step in range(40):
+        node_id = rng.choice(ids)
+        anchor = meta(("step", step))
+        network.publish(node_id, anchor)
+        published[node_id].append(anchor.anchor_id)
+        if step % 5 == 4:
+            network.handle(node_id, ev.AnchorsForgotten((published[node_id].pop(0),)))
+        network.run(0.1)
+    same = lambda: all(known_ids(network, a, b) == set(published[b]) for a in ids for b in ids)  # noqa: E731
+    network.run(30.0, until=same)
+    assert same()
+
+
+def test_news_reach_a_small_cluster_at_once() -> None:
+    network, ids = joined(4)
+    published_at = network.now
+    anchor = meta("doc")
+    network.publish(ids[0], anchor)
+    network.run(5.0, until=lambda: all(anchor.anchor_id in known_ids(network, key, ids[0]) for key in ids))
+    assert network.now - published_at < 0.05
+
+
+def test_eviction_is_announced() -> None:
+    config = NodeConfig(pool_anchors_max=1)
+    network, ids = joined(2, config=config)
+    first, second = meta("first"), meta("second")
+    network.publish(ids[0], first)
+    network.run(1.0)
+    network.publish(ids[0], second)
+    network.run(1.0)
+    assert known_ids(network, ids[1], ids[0]) == {second.anchor_id}
+
+
+def test_who_was_away_longer_than_tombstones_gets_a_snapshot() -> None:
+    config = NodeConfig(tombstone_s=4.0)
+    network, ids = joined(2, config=config)
+    gone, kept = meta("gone"), meta("kept")
+    network.publish(ids[0], gone, kept)
+    network.run(2.0)
+    assert known_ids(network, ids[1], ids[0]) == {gone.anchor_id, kept.anchor_id}
+    network.fault = lambda source, target, message: []
+    network.handle(ids[0], ev.AnchorsForgotten((gone.anchor_id,)))
+    network.run(10.0)
+    log = network.nodes[ids[0]]._community.replicas.own
+    assert log.gc_floor == 3 and len(log) == 1
+    network.fault = lambda source, target, message: [0.001]
+    network.run(60.0, until=lambda: known_ids(network, ids[1], ids[0]) == {kept.anchor_id})
+    assert known_ids(network, ids[1], ids[0]) == {kept.anchor_id}
+    lookup = Lookup(MODEL, (gone.chain_end,), np.empty(0, np.uint32))
+    assert network.nodes[ids[1]].find(lookup).miss is MissReason.NOT_FOUND
+
+
+def test_a_gap_is_never_skipped() -> None:
+    writer, reader = replicas(0), replicas(1)
+    for count in range(6):
+        writer.own.put(meta(count))
+    member = record(0)
+    later = m.OriginDelta(member, 1, False, 3, 6, 0, tuple(writer.own.after(3)))  # type: ignore[arg-type]
+    assert reader.apply(later) is None and reader.log(member.node_id) is None
+    first = m.OriginDelta(member, 1, False, 0, 2, 0, tuple(writer.own.after(0)[:2]))  # type: ignore[arg-type]
+    assert reader.apply(first) is not None
+    assert reader.apply(later) is None
+    log = reader.log(member.node_id)
+    assert log is not None and log.max_seq == 2
+
+
+def test_unknown_origins_come_first_then_those_with_the_fewest_news() -> None:
+    source = replicas(0)
+    for origin, entries in ((1, 5), (2, 1), (3, 3)):
+        puts = tuple(m.Put.of(seq, meta((origin, seq))) for seq in range(1, entries + 1))
+        source.apply(m.OriginDelta(record(origin), 1, False, 0, entries, 0, puts))
+    members = [Known(record(origin), 1, True) for origin in (1, 2, 3)]
+    digest = [m.DigestEntry(record(origin).node_id, 1, 1, 0, 0) for origin in (1, 2)]
+    order = [delta.member.name for delta in source.deltas(members, digest, 10**6)]
+    assert order == ["node3", "node2", "node1"]
+
+
+@given(st.integers(400, 6000), st.integers(1, 60))
+@settings(deadline=None, max_examples=40)
+def test_deltas_keep_to_their_bytes_and_still_bring_everything(bytes_max: int, anchors: int) -> None:
+    writer, reader = replicas(0), replicas(1)
+    for count in range(anchors):
+        writer.own.put(meta(count))
+    member = Known(record(0), 1, True)
+    for _ in range(200):
+        digest = reader.digest([member])
+        deltas = writer.deltas([member], digest, bytes_max)
+        if not deltas:
+            break
+        assert sum(len(wire.pack(delta)) for delta in deltas) <= bytes_max
+        for delta in deltas:
+            assert reader.apply(delta) is not None
+    log = reader.log(record(0).node_id)
+    assert log is not None and live(log) == live(writer.own) and log.max_seq == anchors
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["put", "del", "sync", "relay", "collect", "lose"])), max_size=120))
+@settings(deadline=None, max_examples=150)
+def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[int, str]]) -> None:
+    """Whatever is lost, late or relayed: a replica equals the writer's state at its `max_seq`, once it is caught up the
+    writer's state, and it never goes back."""
+    writer, near, far = replicas(0), replicas(1), replicas(2)
+    member = Known(record(0), 1, True)
+    now = 0.0
+    late: list[m.OriginDelta] = []
+
+    def exchange(source: Replicas, target: Replicas) -> None:
+        for delta in source.deltas([member], target.digest([member]), 700):
+            late.append(delta)
+            target.apply(delta)
+        for entry in source.digest([member]):
+            target.learn_floor(entry)
+
+    for label, action in steps:
+        now += 1.0
+        anchor = meta(label)
+        if action == "put":
+            writer.own.put(anchor)
+        elif action == "del":
+            writer.own.delete(anchor.anchor_id, now)
+        elif action == "sync":
+            exchange(writer, near)
+        elif action == "relay":
+            exchange(near, far)
+        elif action == "collect":
+            writer.own.collect(now, 3.0)
+        elif late:
+            far.apply(late[label % len(late)])
+    for _ in range(60):
+        exchange(writer, near)
+        exchange(near, far)
+    for replica in (near, far):
+        log = replica.log(record(0).node_id) or OriginLog(1)
+        assert live(log) == live(writer.own)
+        assert log.max_seq == writer.own.max_seq
+
+
+def test_late_snapshot_does_not_throw_newer_entries_away() -> None:
+    reader = replicas(1)
+    member = record(0)
+    puts = tuple(m.Put.of(seq, meta(seq)) for seq in (5, 6))
+    reader.apply(m.OriginDelta(member, 1, True, 0, 6, 4, puts))
+    assert reader.apply(m.OriginDelta(member, 1, True, 0, 5, 4, puts[:1])) is None
+    log = reader.log(member.node_id)
+    assert log is not None and log.max_seq == 6
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_nothing_is_asked_about_who_left(left: bool) -> None:
+    reader = replicas(1)
+    (entry,) = reader.digest([Known(record(0), 3, not left)])
+    assert (entry.max_seq == m.COUNTER_MAX) is left
