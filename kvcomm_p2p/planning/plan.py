@@ -43,8 +43,6 @@ _REPAIRED_WORTH = 0.75
 _REPORTED_MIN = 32
 """Shorter equal runs are not worth a word in the report."""
 
-_PRUNED_MAX = 16
-
 
 def make_plan(
     prompt_ids: TokenIds,
@@ -165,10 +163,21 @@ class _Planner:
         return saved * _REPAIRED_WORTH if saved > 0 and span_hops(span) > 0 else saved
 
     def _pruned(self, fixed: list[Span], chosen: list[Candidate]) -> list[Candidate]:
-        """Without the short runs whose absence makes the whole plan faster."""
-        best_s = predicted_s(self._spans(fixed, chosen), self._costs, self._pulls)
-        for run in sorted(chosen, key=lambda candidate: candidate.tokens)[:_PRUNED_MAX]:
-            fewer = [other for other in chosen if other is not run]
+        """Without the runs whose absence makes the whole plan faster: one, or all of a holder.
+
+        `_worth_s` leaves out a latency and a second forward at most, so only runs that save less than that are tried.
+        """
+        groups: dict[NodeId, list[Candidate]] = {}
+        for run in chosen:
+            groups.setdefault(run.donor.holder, []).append(run)
+        best_s: float | None = None
+        for group in [*groups.values(), *([run] for run in chosen)]:
+            latency = pull_cost(self._costs, self._pulls, group[0].donor.holder).latency_s
+            if sum(map(self._worth_s, group)) > latency + self._costs.forward_s:
+                continue
+            if best_s is None:
+                best_s = predicted_s(self._spans(fixed, chosen), self._costs, self._pulls)
+            fewer = [run for run in chosen if run not in group]
             fewer_s = predicted_s(self._spans(fixed, fewer), self._costs, self._pulls)
             if fewer_s <= best_s:
                 chosen, best_s = fewer, fewer_s

@@ -162,14 +162,23 @@ def _runs_by_suffixes(prompt: TokenIds, donor: TokenIds, donor_start: int) -> tu
 
 def _doubled_ranks(text: _I64) -> list[_I64]:
     """Level j: lexicographic rank of the 2^j tokens at each position (equal exactly when the tokens are)."""
-    ranks = np.unique(text, return_inverse=True)[1].astype(np.int64)
+    ranks = _ranks(text)
     levels = [ranks]
     while ranks.max() + 1 < len(text):
         step = 1 << (len(levels) - 1)
         ahead = np.concatenate((ranks[step:] + 1, np.zeros(min(step, len(text)), dtype=np.int64)))
-        ranks = np.unique(ranks * (len(text) + 1) + ahead, return_inverse=True)[1].astype(np.int64)
+        ranks = _ranks(ranks * (len(text) + 1) + ahead)
         levels.append(ranks)
     return levels
+
+
+def _ranks(keys: _I64) -> _I64:
+    """Rank of each key among the different keys. A stable sort, which is fast on the long ascents of repetitive text."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    ranks = np.empty(len(keys), dtype=np.int64)
+    ranks[order] = np.concatenate(([0], np.cumsum(ordered[1:] != ordered[:-1])))
+    return ranks
 
 
 def _common_prefix(levels: list[_I64], a: _I64, b: _I64) -> _I64:

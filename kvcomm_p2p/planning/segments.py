@@ -80,7 +80,7 @@ def cut_anchors(
     tokens = np.asarray(token_ids, np.uint32)
     if not 0 <= start < len(tokens) or start % BLOCK_TOKENS:
         raise ValueError(f"start {start} must lie on the block grid inside {len(tokens)} tokens")
-    steps = _on_grid(hops)
+    steps = _on_grid(hops, len(tokens))
     if any(count > 0 for _, count in steps) and not variant:
         raise ValueError("KV with repairs behind it needs a variant nonce")
     cutter = _Cutter(tokens, steps, model_id, layout, key, variant)
@@ -170,11 +170,11 @@ class _Cutter:
         return digests
 
 
-def _on_grid(hops: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Steps of the largest hops so far, each moved to the block boundary at or below it, beginning with (0, ...)."""
+def _on_grid(hops: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    """Steps before `total` of the largest hops so far, moved to the block boundary at or below, beginning with (0, ...)."""
     steps = [(0, 0)]
     for at, count in hops:
-        if count > steps[-1][1]:
+        if count > steps[-1][1] and at < total:
             at -= at % BLOCK_TOKENS
             if at == steps[-1][0]:
                 steps.pop()

@@ -41,7 +41,9 @@ def make_tokenizer(template: str | None = CHATML, *, trim_offsets: bool = False)
             show_progress=False,
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core, eos_token="<|im_end|>"
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -178,7 +180,11 @@ def test_adjacent_empty_and_nested_pieces(tokenizer: Any) -> None:
 
 def test_visibility_grows_and_two_groups_make_private(tokenizer: Any) -> None:
     key = b"key"
-    slots = {"a": Text("the cat", "group", "red"), "b": Text("the mat", "group", "blue"), "c": "sat"}
+    slots: dict[str, str | Text] = {
+        "a": Text("the cat", "group", "red"),
+        "b": Text("the mat", "group", "blue"),
+        "c": "sat",
+    }
     prepared = prepare(tokenizer, "say {a}, {c}, {b}.", slots, chat=False, key=key)
     first, second = prepared.visibility
     assert first[1:] == (Visibility.GROUP, group_tag("red", key))
