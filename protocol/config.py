@@ -123,7 +123,7 @@ class NodeConfig:
             ("penalty_max_s", ">=", self.penalty_first_s, "penalty_first_s"),
             ("anchors_per_peer_max", ">=", self.pool_anchors_max, "pool_anchors_max, since peers have the same limits"),
             ("directory_anchors_max", ">=", self.anchors_per_peer_max, "anchors_per_peer_max"),
-            ("delta_bytes_max", ">=", 4096, "4096, room for the largest anchor"),
+            ("delta_bytes_max", ">=", 8192, "8192, room for the longest record and the largest anchor"),
             ("delta_bytes_max", "<=", DELTA_BYTES_MAX_MAX, f"{DELTA_BYTES_MAX_MAX}, or a frame would be too long"),
             ("peers_max", "<=", PEERS_MAX_MAX, f"{PEERS_MAX_MAX}, or a digest would be too long"),
             ("busy_retry_s", "<=", RETRY_AFTER_S_MAX, f"{RETRY_AFTER_S_MAX}"),

@@ -241,7 +241,7 @@ class Replicas:
             taken.append(entry)
         log = start.log
         complete = len(taken) == len(start.news)
-        if not complete and not taken and start.from_seq:
+        if not complete and not taken and (start.from_seq or start.reset):
             return None, 0
         to_seq = (log.max_seq if log else 0) if complete else (taken[-1].seq if taken else start.from_seq)
         floor = log.gc_floor if log else 0

@@ -128,7 +128,7 @@ def test_unknown_origins_come_first_then_those_with_the_fewest_news() -> None:
     assert order == ["node3", "node2", "node1"]
 
 
-@given(st.integers(400, 6000), st.integers(1, 60))
+@given(st.integers(600, 6000), st.integers(1, 60))
 @settings(deadline=None, max_examples=40)
 def test_deltas_keep_to_their_bytes_and_still_bring_everything(bytes_max: int, anchors: int) -> None:
     writer, reader = replicas(0), replicas(1)
