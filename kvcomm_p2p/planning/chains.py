@@ -10,13 +10,12 @@ tokens from position 0 to i * BLOCK_TOKENS.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS
 from kvcomm_p2p.protocol.ids import (
     ANCHOR_ID_BYTES,
     CHAIN_HASH_BYTES,
@@ -108,28 +107,10 @@ def prefix_digest(token_ids: TokenIds, key: bytes, model_id: ModelId) -> bytes:
 def anchor_id(prefix: bytes, start: int, end: int, key: bytes, variant: bytes = b"") -> AnchorId:
     """Name of the KV of positions [start, end) behind the tokens that `prefix` (prefix_digest of [0, end)) stands for.
 
-    `variant` is empty for exact KV, so that exact copies have one name everywhere. KV with repairs behind it depends on
-    how it came about: its variant is its sequence id, which holds a nonce of its maker's.
+    `variant` is empty for exact KV, so that exact copies have one name everywhere. KV with repairs behind it depends on how
+    it came about: its variant is a nonce of its maker's, kept as long as the same KV is continued.
     """
     return AnchorId(keyed_digest(b"kvcomm anchor", key, ANCHOR_ID_BYTES, prefix, _u64(start), _u64(end), variant))
-
-
-def proven_until(token_ids: TokenIds, anchors: Iterable[AnchorMeta], key: bytes, model_id: ModelId) -> int:
-    """Largest `end` among `anchors` whose id proves that they were computed behind exactly these tokens; 0 if none.
-
-    An id holds all tokens of [0, end). So for an anchor proven up to `end`, positions [0, end) of its sequence equal
-    those of `token_ids` (uint32 [T]), whatever its hops, on or off the block grid.
-    """
-    hasher = ChainHasher(key, model_id)
-    proven = 0
-    for anchor in sorted(anchors, key=lambda anchor: anchor.end):
-        if anchor.end > len(token_ids):
-            break
-        hasher.extend(token_ids[hasher.tokens : anchor.end])
-        variant = anchor.sequence_id if anchor.hops else b""
-        if anchor.anchor_id == anchor_id(hasher.prefix_digest(), anchor.start, anchor.end, key, variant):
-            proven = anchor.end
-    return proven
 
 
 def sequence_id(prefix: bytes, key: bytes, variant: bytes = b"") -> SequenceId:

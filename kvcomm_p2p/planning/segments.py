@@ -142,7 +142,7 @@ class _Cutter:
             visibility, group = Visibility.PRIVATE, b""
         chained = hops == 0 and end % BLOCK_TOKENS == 0
         meta = AnchorMeta(
-            anchor_id=anchor_id(digest, start, end, self._key, name if hops else b""),
+            anchor_id=anchor_id(digest, start, end, self._key, self._variant if hops else b""),
             model_id=self._model_id,
             sequence_id=name,
             start=start,

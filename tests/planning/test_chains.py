@@ -14,11 +14,8 @@ from kvcomm_p2p.planning.chains import (
     chain_hashes,
     group_tag,
     prefix_digest,
-    proven_until,
     sequence_id,
 )
-from kvcomm_p2p.planning.segments import cut_anchors
-from kvcomm_p2p.protocol.anchors import KVLayout
 from kvcomm_p2p.protocol.ids import ModelId
 
 
@@ -97,29 +94,6 @@ def test_bad_keys_and_groups_are_refused() -> None:
             ChainHasher(key, MODEL)
     with pytest.raises(ValueError, match="name"):
         group_tag("", KEY)
-
-
-def test_an_anchors_id_proves_the_tokens_before_it() -> None:
-    tokens = words(1, 1100)
-    segments = cut_anchors(
-        tokens,
-        hops=[(0, 0), (600, 1)],
-        visibility=[],
-        model_id=MODEL,
-        layout=KVLayout(2, 1, 4, 4, "float32"),
-        key=KEY,
-        variant=b"nonce",
-    )
-    anchors = [segment.meta for segment in segments]
-    assert [anchor.end for anchor in anchors] == [512, 576, 1088, 1100]
-    assert proven_until(tokens, anchors, KEY, MODEL) == 1100
-    assert proven_until(tokens[:1099], anchors, KEY, MODEL) == 1088
-    assert proven_until(tokens, anchors[2:], KEY, MODEL) == 1100
-    for changed, proven in ((0, 0), (511, 0), (512, 512), (599, 576), (1090, 1088)):
-        other = tokens.copy()
-        other[changed] += 1
-        assert proven_until(other, anchors, KEY, MODEL) == proven
-    assert proven_until(tokens, anchors, b"another key", MODEL) == 0
 
 
 PINNED = [

@@ -123,6 +123,9 @@ def test_an_inexact_answer_goes_on_with_the_prompts_sequence() -> None:
     answer = cut(tokens, hops, start=992, sequence=prompt[-1].meta.sequence_id)
     assert bounds(answer) == [(992, 1250)]
     assert answer[0].meta.sequence_id == prompt[-1].meta.sequence_id
+    next_turn = cut(joined(tokens, words(2, 300)), hops)
+    kept = {s.meta.anchor_id for s in prompt} & {s.meta.anchor_id for s in next_turn}
+    assert kept == {s.meta.anchor_id for s in prompt if s.meta.end <= 544}
     stricter = cut(tokens, hops, [VisibilityMark(992, PRIVATE)], start=992, sequence=prompt[-1].meta.sequence_id)
     assert stricter[0].meta.sequence_id != prompt[-1].meta.sequence_id
 
