@@ -146,9 +146,6 @@ def parse_visibility(name: str, group: str = "") -> Visibility:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------------- texts
-
-
 class _Access(NamedTuple):
     visibility: Visibility
     group: str
@@ -339,8 +336,6 @@ def _check_unicode(text: str) -> None:
             f"the prompt is not Unicode text (character {error.start}): decode bytes with errors='replace'"
         ) from None
 
-
-# ------------------------------------------------------------------------------------------------------------ tokens
 
 _NO_OFFSETS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
 
