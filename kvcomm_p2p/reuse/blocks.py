@@ -34,7 +34,7 @@ def copy_block(cache: KVCache, start: int, end: int) -> memoryview:
     tokens = end - start
     layout = cache.layout
     buffer = np.empty(layout.block_bytes(tokens), dtype=np.uint8)
-    keys, values = block_tensors(memoryview(buffer), layout, tokens)
+    keys, values = block_tensors(buffer.data, layout, tokens)
     keys.copy_(cache.keys[:, 0, :, start:end])
     values.copy_(cache.values[:, 0, :, start:end])
-    return memoryview(buffer)
+    return buffer.data
