@@ -241,7 +241,9 @@ class Pulls:
             return []
         pull.progress_at = now
         pull.received -= flight.received
-        effects = self._lose(flight, miss, now, 0.0)
+        again: dict[int, list[int]] = {}
+        effects = self._lose(flight, miss, now, 0.0, again)
+        effects += self._relaunch(again, now, pull.progress_at)
         if pull.pull_id in self._pulls:
             effects += self._credit(pull, now)
         return effects + self._retire(pull, now)
@@ -308,22 +310,27 @@ class Pulls:
                 effects += self._finish(fetch)
         return effects
 
-    def _lose(self, flight: Flight, miss: Miss, now: float, lost_s: float) -> list[Effect]:
-        """A block does not come. Followers whom the reason concerns lose it too, the others pull it themselves."""
+    def _lose(self, flight: Flight, miss: Miss, now: float, lost_s: float, again: dict[int, list[int]]) -> list[Effect]:
+        """A block does not come. Followers whom the reason concerns lose it too, the others (fetch id to positions, added
+        to `again`) are to pull it themselves."""
         flight.settled = True
         del self._flights[flight.key]
         self._verifying.pop(flight.want.handle, None)
         pull = flight.pull
         effects = self._miss(pull.fetch, flight.position, miss, lost_s)
-        again: dict[int, list[int]] = {}
         for fetch, position in flight.followers:
             concerned = miss.reason in (MissReason.STALLED, MissReason.SHUTDOWN) or fetch.event.holder == pull.holder
             if fetch is pull.fetch or (concerned and miss.reason not in OWN_REASONS):
                 effects += self._miss(fetch, position, miss, min(lost_s, now - fetch.started_at))
             else:
                 again.setdefault(fetch.event.fetch_id, []).append(position)
+        return effects
+
+    def _relaunch(self, again: dict[int, list[int]], now: float, progress_at: float) -> list[Effect]:
+        """Former followers start now; the time without progress that they saw counts."""
+        effects: list[Effect] = []
         for fetch_id, positions in again.items():
-            effects += self._launch(self._fetches[fetch_id], positions, now, min(now, pull.progress_at))
+            effects += self._launch(self._fetches[fetch_id], positions, now, progress_at)
         return effects
 
     def _miss(self, fetch: Fetch, position: int, miss: Miss, lost_s: float) -> list[Effect]:
@@ -345,9 +352,11 @@ class Pulls:
             if tell_holder and pull.phase is Phase.ACTIVE and (pull.waits or pull.credited != pull.received):
                 effects.append(pull.to_holder(CancelPull(pull.pull_id)))
         for pull in ending:
+            again: dict[int, list[int]] = {}
             for flight in pull.flights:
                 if not flight.settled:
-                    effects += self._lose(flight, miss, now, lost_s)
+                    effects += self._lose(flight, miss, now, lost_s, again)
+            effects += self._relaunch(again, now, pull.progress_at)
         for holder in dict.fromkeys(pull.holder for pull in ending):
             effects += self._start_queued(holder, now)
         return effects

@@ -11,7 +11,9 @@ from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, Visibil
 counter = st.integers(0, m.COUNTER_MAX)
 id16 = st.binary(min_size=16, max_size=16)
 name = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=m.NAME_CHARS_MAX)
-address = st.builds(lambda host, port: f"{host}:{port}", st.sampled_from(["127.0.0.1", "::1", "node-a.lan"]), st.integers(0, 65535))
+address = st.builds(
+    lambda host, port: f"{host}:{port}", st.sampled_from(["127.0.0.1", "::1", "node-a.lan"]), st.integers(0, 65535)
+)
 group_tags = st.sets(st.binary(min_size=8, max_size=8), max_size=4).map(lambda tags: tuple(sorted(tags)))
 members = st.builds(m.MemberRecord, id16, counter, name, id16, address, address, st.integers(1, 65535), group_tags)
 
@@ -44,7 +46,9 @@ def origin_deltas(draw: Any) -> m.OriginDelta:
     seqs = sorted(draw(st.sets(st.integers(first + 1, first + 50), max_size=5)))
     entries = tuple(draw(puts(seq) | st.builds(m.Del, st.just(seq), id16)) for seq in seqs)
     to_seq = (seqs[-1] if seqs else first) + draw(st.integers(0, 5))
-    return m.OriginDelta(draw(members), draw(counter), first == 0 and draw(st.booleans()), first, to_seq, draw(counter), entries)
+    return m.OriginDelta(
+        draw(members), draw(counter), first == 0 and draw(st.booleans()), first, to_seq, draw(counter), entries
+    )
 
 
 @st.composite
@@ -62,19 +66,29 @@ detail = st.text(max_size=m.DETAIL_CHARS_MAX)
 pull_blocks = st.builds(m.PullBlock, id16, st.integers(0, m.BLOCKS_PER_ANCHOR_MAX - 1), block_size)
 
 messages: st.SearchStrategy[m.Message] = st.one_of(
-    st.builds(lambda a, b, c, d: m.Hello(min(a, b), max(a, b), c, d), st.integers(1, 9), st.integers(1, 9), id16, members),
+    st.builds(
+        lambda a, b, c, d: m.Hello(min(a, b), max(a, b), c, d), st.integers(1, 9), st.integers(1, 9), id16, members
+    ),
     st.builds(m.Welcome, members, st.lists(members, max_size=3).map(tuple)),
     st.builds(m.Refused, st.sampled_from(m.RefusedReason), detail),
     st.builds(m.Bye, counter),
     st.builds(m.Syn, digests),
     st.builds(m.SynAck, digests, deltas),
     st.builds(m.Ack, deltas),
-    st.builds(lambda r, a, s, n: m.GetTokens(r, a, s * 32, s * 32 + n), counter, id16, st.integers(0, 99), st.integers(1, 512)),
+    st.builds(
+        lambda r, a, s, n: m.GetTokens(r, a, s * 32, s * 32 + n), counter, id16, st.integers(0, 99), st.integers(1, 512)
+    ),
     token_answers(),
     st.builds(m.NoTokens, counter),
     st.builds(m.Pull, counter, st.lists(pull_blocks, min_size=1, max_size=5).map(tuple), st.integers(1, m.COUNTER_MAX)),
     st.builds(m.Credit, counter, st.integers(1, m.COUNTER_MAX)),
     st.builds(m.CancelPull, counter),
     st.builds(m.Chunk, counter, ordinal, st.integers(0, 2**27), st.integers(1, 2**27)),
-    st.builds(m.PullFailed, counter, ordinal | st.none(), st.sampled_from(m.PullFailedReason), st.floats(0, m.RETRY_AFTER_S_MAX)),
+    st.builds(
+        m.PullFailed,
+        counter,
+        ordinal | st.none(),
+        st.sampled_from(m.PullFailedReason),
+        st.floats(0, m.RETRY_AFTER_S_MAX),
+    ),
 )

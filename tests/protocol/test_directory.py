@@ -50,7 +50,9 @@ def test_prefix_beats_matches_and_own_beats_peers() -> None:
     index.add(peer, run)
     index.add(ME, run)
     asked = Lookup(MODEL, (prefix.chain_end,), np.arange(10, dtype=np.uint32))
-    found = [(hit.holder, hit.meta.anchor_id, hit.matches, hit.prefix_tokens) for hit in index.find(asked, everybody).hits]
+    found = [
+        (hit.holder, hit.meta.anchor_id, hit.matches, hit.prefix_tokens) for hit in index.find(asked, everybody).hits
+    ]
     assert found == [(peer, prefix.anchor_id, 0, 64), (ME, run.anchor_id, 10, 0), (peer, run.anchor_id, 10, 0)]
 
 
@@ -128,7 +130,12 @@ def test_a_fingerprint_claimed_everywhere_is_looked_at_only_so_often(monkeypatch
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["add", "remove", "gone"]), st.integers(0, 2), st.integers(0, 5), st.lists(st.integers(0, 12), max_size=6)),
+    st.tuples(
+        st.sampled_from(["add", "remove", "gone"]),
+        st.integers(0, 2),
+        st.integers(0, 5),
+        st.lists(st.integers(0, 12), max_size=6),
+    ),
     max_size=40,
 )
 

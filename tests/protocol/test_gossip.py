@@ -147,7 +147,11 @@ def test_deltas_keep_to_their_bytes_and_still_bring_everything(bytes_max: int, a
     assert log is not None and live(log) == live(writer.own) and log.max_seq == anchors
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["put", "del", "sync", "relay", "collect", "lose"])), max_size=120))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["put", "del", "sync", "relay", "collect", "lose"])), max_size=120
+    )
+)
 @settings(deadline=None, max_examples=150)
 def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[int, str]]) -> None:
     """Whatever is lost, late or relayed: a replica equals the writer's state at its `max_seq`, once it is caught up the

@@ -17,7 +17,9 @@ def states(node: Node) -> dict[str, str]:
     return {peer.name: peer.state for peer in node.peers()}
 
 
-def hello(member: m.MemberRecord, cluster_id: bytes = bytes(16), oldest: int = 1, newest: int = 1) -> ev.MessageReceived:
+def hello(
+    member: m.MemberRecord, cluster_id: bytes = bytes(16), oldest: int = 1, newest: int = 1
+) -> ev.MessageReceived:
     return ev.MessageReceived(member.node_id, m.Hello(oldest, newest, cluster_id, member))
 
 
@@ -126,7 +128,12 @@ def test_silent_peers_expire_and_beating_ones_do_not() -> None:
     network.run(60.0, until=lambda: states(network.nodes[ids[0]])["node3"] == "expired")
     assert 5.0 < network.now - frozen_at < 8.0
     network.run(30.0)
-    assert all(states(network.nodes[key])[name] == "alive" for key in ids[:3] for name in ("node1", "node2") if f"node{ids.index(key)}" != name)
+    assert all(
+        states(network.nodes[key])[name] == "alive"
+        for key in ids[:3]
+        for name in ("node1", "node2")
+        if f"node{ids.index(key)}" != name
+    )
     network.frozen.clear()
     network.run(90.0, until=lambda: all(states(network.nodes[key])["node3"] == "alive" for key in ids[:3]))
     assert all(states(network.nodes[key])["node3"] == "alive" for key in ids[:3])

@@ -130,7 +130,11 @@ def test_anchors_that_contradict_themselves_are_our_bug(broken: str) -> None:
     assert len(pool) == 0, "nothing is taken in halfway"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["publish", "forget", "use", "lease", "release"]), st.integers(0, 9)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["publish", "forget", "use", "lease", "release"]), st.integers(0, 9)), max_size=80
+    )
+)
 @settings(deadline=None)
 def test_budgets_hold_and_every_handle_is_held_or_dropped(steps: list[tuple[str, int]]) -> None:
     pool = Pool(4 * KV, 5)

@@ -77,7 +77,9 @@ def test_memoryview_is_accepted() -> None:
 
 
 def test_too_long_frames_are_neither_made_nor_read() -> None:
-    many = m.Syn(tuple(m.DigestEntry(bytes(16), 2**60, 2**60, 2**60, 2**60) for _ in range(m.DIGEST_ENTRIES_MAX + 2000)))
+    many = m.Syn(
+        tuple(m.DigestEntry(bytes(16), 2**60, 2**60, 2**60, 2**60) for _ in range(m.DIGEST_ENTRIES_MAX + 2000))
+    )
     with pytest.raises(wire.WireError, match="longer than"):
         wire.encode(SENDER, many)
     with pytest.raises(wire.WireError, match="longer than"):

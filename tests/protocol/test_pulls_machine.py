@@ -1,0 +1,182 @@
+"""Any order of requests, chunks, failures, cancellations and time: every fetch ends once, in time, and no handle is lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvcomm_p2p.protocol import events as ev
+from kvcomm_p2p.protocol import messages as m
+from kvcomm_p2p.protocol.anchors import BlockHandle
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.ids import NodeId
+from protocol_harness import make_node, meta, record, wants
+
+PEERS = [record(1), record(2)]
+ANCHORS = [meta(label) for label in range(3)]
+
+
+class PullMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.node = make_node(0, config=NodeConfig(pulls_per_peer_max=2))
+        self.open: dict[int, ev.FetchRequested] = {}
+        self.done: dict[int, ev.FinishFetch] = {}
+        self.references: dict[BlockHandle, int] = {}
+        self.sizes: dict[BlockHandle, int] = {}
+        self.verifying: list[BlockHandle] = []
+        self.pulls: dict[int, tuple[NodeId, m.Pull]] = {}
+        self.received: dict[tuple[int, int], int] = {}
+        self.next_fetch = 1
+        self.heartbeat = 1
+        self.left = False
+        for peer in PEERS:
+            self.do(ev.MessageReceived(peer.node_id, m.Hello(1, 1, bytes(16), peer)))
+
+    def do(self, event: ev.Event) -> None:
+        for effect in self.node.handle(event, self.now):
+            self.carry_out(effect)
+
+    def carry_out(self, effect: ev.Effect) -> None:
+        if isinstance(effect, ev.SendMessage) and isinstance(effect.message, m.Pull):
+            assert effect.to is not None
+            self.pulls[effect.message.pull_id] = (effect.to, effect.message)
+        elif isinstance(effect, ev.StoreChunk):
+            assert self.references[effect.handle] > 0, "written to a dropped handle"
+            assert effect.offset + effect.length <= effect.kv_bytes == self.sizes[effect.handle]
+        elif isinstance(effect, ev.VerifyBlock):
+            self.verifying.append(effect.handle)
+        elif isinstance(effect, ev.DropBlock):
+            self.references[effect.handle] -= 1
+            assert self.references[effect.handle] >= 0, "dropped twice"
+        elif isinstance(effect, ev.RetainBlock):
+            assert self.references[effect.handle] > 0
+            self.references[effect.handle] += 1
+        elif isinstance(effect, ev.FinishFetch):
+            self.finish(effect)
+
+    def finish(self, effect: ev.FinishFetch) -> None:
+        event = self.open.pop(effect.fetch_id)
+        assert effect.fetch_id not in self.done
+        self.done[effect.fetch_id] = effect
+        assert 0.0 <= effect.wait_lost_s <= NodeConfig().pull_stall_timeout_s + 1e-6
+        found = {block.key for block in effect.found}
+        missed = {block.key for block in effect.missed}
+        assert not found & missed and found | missed == {want.key for want in event.wants}
+        order = [want.key for want in event.wants]
+        assert [block.key for block in effect.found] == [key for key in order if key in found]
+        for block in effect.found:
+            assert self.references[block.handle] > 0, "handed out a dropped handle"
+            self.references[block.handle] -= 1
+
+    @precondition(lambda self: len(self.open) < 6)
+    @rule(anchors=st.sets(st.integers(0, 2), min_size=1), peer=st.integers(0, 1), deadline_s=st.floats(0.0, 0.6))
+    def fetch(self, anchors: set[int], peer: int, deadline_s: float) -> None:
+        wanted = tuple(want for index in sorted(anchors) for want in wants(ANCHORS[index]))
+        event = ev.FetchRequested(self.next_fetch, PEERS[peer].node_id, wanted, self.now + deadline_s)
+        self.next_fetch += 1
+        for want in wanted:
+            self.references[want.handle] = 1
+            self.sizes[want.handle] = want.kv_bytes
+        self.open[event.fetch_id] = event
+        self.do(event)
+
+    def pick(self, data: Any) -> tuple[NodeId, m.Pull]:
+        return self.pulls[data.draw(st.sampled_from(sorted(self.pulls)[-4:]))]
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), whole=st.booleans())
+    def honest_chunk(self, data: Any, whole: bool) -> None:
+        holder, pull = self.pick(data)
+        for ordinal, block in enumerate(pull.blocks):
+            offset = self.received.get((pull.pull_id, ordinal), 0)
+            if offset < block.kv_bytes:
+                length = block.kv_bytes - offset if whole else min(100, block.kv_bytes - offset)
+                self.received[pull.pull_id, ordinal] = offset + length
+                self.do(ev.ChunkReceived(holder, pull.pull_id, ordinal, offset, length))
+                break
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), ordinal=st.integers(0, 7), offset=st.integers(0, 300), length=st.integers(1, 300), liar=st.booleans())
+    def any_chunk(self, data: Any, ordinal: int, offset: int, length: int, liar: bool) -> None:
+        holder, pull = self.pick(data)
+        sender = next(peer.node_id for peer in PEERS if (peer.node_id != holder) is liar)
+        self.do(ev.ChunkReceived(sender, pull.pull_id, ordinal, offset, length))
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), ordinal=st.none() | st.integers(0, 6), reason=st.sampled_from(m.PullFailedReason))
+    def failure(self, data: Any, ordinal: int | None, reason: m.PullFailedReason) -> None:
+        holder, pull = self.pick(data)
+        self.do(ev.MessageReceived(holder, m.PullFailed(pull.pull_id, ordinal, reason, 0.02)))
+
+    @precondition(lambda self: self.verifying)
+    @rule(ok=st.sampled_from([True, True, True, False]))
+    def verified(self, ok: bool) -> None:
+        self.do(ev.BlockVerified(self.verifying.pop(0), ok))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        self.do(ev.FetchCancelled(data.draw(st.sampled_from(sorted(self.open)))))
+
+    @rule(peer=st.integers(0, 1), back=st.booleans())
+    def peer_goes(self, peer: int, back: bool) -> None:
+        self.do(ev.PeerUnreachable(PEERS[peer].node_id))
+        if back:
+            self.heartbeat += 1
+            entry = m.DigestEntry(PEERS[peer].node_id, 1, self.heartbeat, 0, 0)
+            self.do(ev.MessageReceived(PEERS[peer].node_id, m.Syn((entry,))))
+
+    @rule(seconds=st.sampled_from([0.001, 0.05, 0.11, 0.3]))
+    def time_passes(self, seconds: float) -> None:
+        end = self.now + seconds
+        for _ in range(10_000):
+            wake_at = self.node.next_deadline()
+            if wake_at > end:
+                break
+            self.now = max(self.now, wake_at)
+            self.do(ev.TimerExpired())
+        else:
+            raise AssertionError("the node wants to be woken again and again at the same time")
+        self.now = end
+
+    @invariant()
+    def nothing_is_overdue(self) -> None:
+        due = [event.deadline for event in self.open.values()]
+        assert all(self.node.next_deadline() <= deadline for deadline in due)
+
+    @invariant()
+    def idle_means_empty(self) -> None:
+        if not self.open:
+            stats = self.node.stats()
+            assert stats.fetches == stats.pulls == 0
+
+    def teardown(self) -> None:
+        if self.next_fetch % 2:
+            self.do(ev.LeaveRequested())
+        else:
+            self.time_passes(1.0)
+        assert not self.open
+        assert not any(self.references.values()), "a handle has no owner"
+        assert not self.node._pulls._flights and not self.node._pulls._verifying
+
+
+PullMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPulls = PullMachine.TestCase
+
+
+def test_machine_can_fail() -> None:
+    """The machine notices a handle that is dropped twice."""
+    machine = PullMachine()
+    machine.fetch({0}, 0, 0.5)
+    handle = machine.open[1].wants[0].handle
+    machine.carry_out(ev.DropBlock(handle))
+    try:
+        machine.carry_out(ev.DropBlock(handle))
+    except AssertionError:
+        return
+    raise AssertionError(f"not noticed ({random.__name__})")
