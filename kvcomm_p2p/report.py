@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -70,7 +70,8 @@ class PrefillReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""
-        return asdict(self)
+        # A prompt's slots are a read-only mapping, which asdict cannot copy.
+        return asdict(replace(self, slots=dict(self.slots)))
 
     @property
     def sources(self) -> dict[str, int]:
