@@ -75,7 +75,9 @@ def _rows(plain: list[float], pulled: list[float], unchecked: list[float], diges
     def row(metric: str, seconds: list[float], compared: bool) -> Row:
         value = statistics.median(seconds) * 1e3
         baseline = base if compared else None
-        return Row(CASE, metric, value, "ms", len(seconds), _interval(seconds), baseline, compared and base / value or None)
+        return Row(
+            CASE, metric, value, "ms", len(seconds), _interval(seconds), baseline, (base / value) if compared else None
+        )
 
     return [
         row("plain TCP socket", plain, False),
@@ -226,7 +228,9 @@ def _wants(anchor: HeldAnchor) -> Wants:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `benchmarks/pull.py`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks/pull.py", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/pull.py", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--runs", type=int, default=15, help="turns of each way (default 15)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--write", type=Path, help="also write the JSON to this file")

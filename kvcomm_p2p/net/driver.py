@@ -97,7 +97,9 @@ class Driver:
         """`verify(bytes, digest)` runs in a pool of threads for every pulled block; only measurements replace it."""
         self._store = store
         self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="kvcomm-hash")
-        self._interpreter = Interpreter(make_node, transport, store, Sealer(keys.seal), self._hashers, self._on_finish, verify)
+        self._interpreter = Interpreter(
+            make_node, transport, store, Sealer(keys.seal), self._hashers, self._on_finish, verify
+        )
         self._thread = threading.Thread(target=self._main, name="kvcomm-driver", daemon=True)
         self._started: concurrent.futures.Future[Addresses] = concurrent.futures.Future()
         self._lock = threading.Lock()

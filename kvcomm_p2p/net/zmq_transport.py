@@ -13,107 +13,26 @@ to.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import zmq
 
 from kvcomm_p2p.errors import ConfigError, TransportError
-from kvcomm_p2p.net.transport import FRAME_BYTES_MAX, PAYLOAD_BYTES_MAX, Addresses, Connection, Receiver
+from kvcomm_p2p.net.allocator import KEEP_BYTES, keep_freed_memory
+from kvcomm_p2p.net.transport import FRAME_BYTES_MAX, Addresses, Connection, Receiver
+from kvcomm_p2p.net.zmq_sockets import BULK_BUFFER_BYTES, BULK_HWM, CONTROL_HWM, Dealer, Watch, configure
 from kvcomm_p2p.settings import is_loopback
-
-CONTROL_HWM = 256
-BULK_HWM = 64
-"""Frames in a pipe; the bytes on the way are bounded by the credit of each pull."""
 
 REPLIES_WAITING_MAX = 1024
 """Frames that may wait for one inbound bulk connection whose pipe is full."""
 
 RETRY_S = 0.001
-BATCH = 32
-"""Messages taken from one socket before the loop gets to do something else."""
 
 PEER_SOCKETS_MAX = 64
 """Open DEALERs per plane (four file descriptors each); the one that is idle for longest makes room."""
 
 IDLE_S = 60.0
-BULK_BUFFER_BYTES = 4 * 1024 * 1024
-HANDSHAKE_MS = 3000
-
-_LOST = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-_monitor_numbers = itertools.count()
-
-
-class _Watch:
-    """Calls `on_message` with the parts of every message of a socket.
-
-    The descriptor is edge-triggered: a send may swallow its signal, so after one `check` must be called.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        socket: zmq.Socket[bytes],
-        on_message: Callable[[list[Any]], None],
-        copy: bool,
-    ) -> None:
-        self._loop = loop
-        self._socket = socket
-        self._on_message = on_message
-        self._copy = copy
-        self._scheduled = False
-        self._fd: int = socket.fileno()
-        loop.add_reader(self._fd, self._drain)
-        self.check()
-
-    def check(self) -> None:
-        if not self._scheduled and not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def stop(self) -> None:
-        self._loop.remove_reader(self._fd)
-
-    def _drain(self) -> None:
-        self._scheduled = False
-        for _ in range(BATCH):
-            if self._socket.closed:
-                return
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
-            except zmq.ZMQError as error:
-                if error.errno in (zmq.EAGAIN, zmq.ETERM):
-                    return
-                raise
-            self._on_message(parts)
-        self.check()
-
-
-@dataclass(slots=True)
-class _Dealer:
-    socket: zmq.Socket[bytes]
-    watch: _Watch
-    monitor: zmq.Socket[bytes]
-    monitor_watch: _Watch
-    used_at: float
-
-    def close(self, linger_ms: int) -> None:
-        self.watch.stop()
-        self.monitor_watch.stop()
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(linger_ms)
-
 
 _Waiting: TypeAlias = "deque[tuple[bytes, memoryview | None]]"
 
@@ -129,35 +48,39 @@ class ZmqTransport:
         control_port: int = 0,
         bulk_port: int = 0,
         io_threads: int = 2,
+        keep_freed_bytes: int = KEEP_BYTES,
     ) -> None:
+        """Ports: 0 is any free one. `keep_freed_bytes`: see `allocator`; 0 leaves the process's allocator alone."""
         for host in (bind_host, advertise_host or bind_host):
             _require_loopback(host)
         self._bind_host = "127.0.0.1" if bind_host == "localhost" else bind_host
         self._advertise_host = advertise_host or self._bind_host
         self._ports = (control_port, bulk_port)
         self._io_threads = io_threads
+        self._keep_freed_bytes = keep_freed_bytes
         self._receiver: Receiver | None = None
-        self._control: OrderedDict[str, _Dealer] = OrderedDict()
-        self._bulk: OrderedDict[str, _Dealer] = OrderedDict()
+        self._control: OrderedDict[str, Dealer] = OrderedDict()
+        self._bulk: OrderedDict[str, Dealer] = OrderedDict()
         self._waiting: dict[Connection, _Waiting] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
     def start(self, receiver: Receiver) -> Addresses:
         self._loop = asyncio.get_running_loop()
+        if self._keep_freed_bytes:
+            keep_freed_memory(self._keep_freed_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._receiver = receiver
         try:
-            self._control_router, control_port = self._bind(self._ports[0], CONTROL_HWM)
-            self._bulk_router, bulk_port = self._bind(self._ports[1], BULK_HWM)
+            self._control_router, control_port = self._bind(self._ports[0], bulk=False)
+            self._bulk_router, bulk_port = self._bind(self._ports[1], bulk=True)
         except TransportError:
             self._context.destroy(linger=0)
             self._receiver = None
             raise
-        self._bulk_router.setsockopt(zmq.SNDBUF, BULK_BUFFER_BYTES)
-        self._control_watch = _Watch(self._loop, self._control_router, self._on_control, copy=True)
-        self._bulk_watch = _Watch(self._loop, self._bulk_router, self._on_bulk_request, copy=True)
+        self._control_watch = Watch(self._loop, self._control_router, self._on_control)
+        self._bulk_watch = Watch(self._loop, self._bulk_router, self._on_bulk_request)
         self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
         return Addresses(f"{self._advertise_host}:{control_port}", f"{self._advertise_host}:{bulk_port}")
 
@@ -209,9 +132,11 @@ class ZmqTransport:
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    def _bind(self, port: int, hwm: int) -> tuple[zmq.Socket[bytes], int]:
+    def _bind(self, port: int, *, bulk: bool) -> tuple[zmq.Socket[bytes], int]:
         router = self._context.socket(zmq.ROUTER)
-        _configure(router, hwm, FRAME_BYTES_MAX)
+        configure(router, BULK_HWM if bulk else CONTROL_HWM, FRAME_BYTES_MAX)
+        if bulk:
+            router.setsockopt(zmq.SNDBUF, BULK_BUFFER_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.BACKLOG, 512)
         try:
@@ -224,7 +149,7 @@ class ZmqTransport:
         assert isinstance(endpoint, bytes)
         return router, int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
-    def _send(self, plane: OrderedDict[str, _Dealer], address: str, frame: bytes) -> bool:
+    def _send(self, plane: OrderedDict[str, Dealer], address: str, frame: bytes) -> bool:
         if self._receiver is None or len(frame) > FRAME_BYTES_MAX:
             return False
         dealer = plane.get(address)
@@ -234,45 +159,26 @@ class ZmqTransport:
             except (ConfigError, zmq.ZMQError):
                 return False
         plane.move_to_end(address)
-        dealer.used_at = self._loop.time()
-        try:
-            dealer.socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        dealer.watch.check()
-        return True
+        return dealer.send(frame, self._loop.time())
 
-    def _open(self, plane: OrderedDict[str, _Dealer], address: str) -> _Dealer:
+    def _open(self, plane: OrderedDict[str, Dealer], address: str) -> Dealer:
         """Raises ConfigError for an address that is not loopback, ZMQError."""
         _require_loopback(address.rpartition(":")[0])
         if len(plane) >= PEER_SOCKETS_MAX:
             self._close_one(plane, next(iter(plane)))
-        socket = self._context.socket(zmq.DEALER)
         bulk = plane is self._bulk
-        _configure(socket, BULK_HWM if bulk else CONTROL_HWM, PAYLOAD_BYTES_MAX if bulk else FRAME_BYTES_MAX)
-        if bulk:
-            socket.setsockopt(zmq.RCVBUF, BULK_BUFFER_BYTES)
-        endpoint = f"inproc://kvcomm-monitor-{next(_monitor_numbers)}"
-        monitor = self._context.socket(zmq.PAIR)
-        try:
-            socket.monitor(endpoint, _LOST)
-            monitor.connect(endpoint)
-            socket.connect(f"tcp://{address}")
-        except zmq.ZMQError:
-            socket.close(0)
-            monitor.close(0)
-            raise
-        dealer = _Dealer(
-            socket,
-            _Watch(self._loop, socket, self._on_bulk_reply if bulk else self._on_stray, copy=False),
-            monitor,
-            _Watch(self._loop, monitor, lambda parts: self._on_event(plane, address, parts), copy=True),
-            self._loop.time(),
+        dealer = Dealer(
+            self._loop,
+            self._context,
+            address,
+            bulk=bulk,
+            on_message=self._on_bulk_reply if bulk else self._on_stray,
+            on_lost=lambda: self._on_lost(plane, address),
         )
         plane[address] = dealer
         return dealer
 
-    def _close_one(self, plane: OrderedDict[str, _Dealer], address: str) -> None:
+    def _close_one(self, plane: OrderedDict[str, Dealer], address: str) -> None:
         plane.pop(address).close(0)
 
     def _on_control(self, parts: list[bytes]) -> None:
@@ -304,9 +210,8 @@ class ZmqTransport:
         if self._receiver is not None:
             self._receiver.on_malformed()
 
-    def _on_event(self, plane: OrderedDict[str, _Dealer], address: str, parts: list[bytes]) -> None:
-        (event,) = struct.unpack_from("=H", parts[0])
-        if event & _LOST and address in plane and self._receiver is not None:
+    def _on_lost(self, plane: OrderedDict[str, Dealer], address: str) -> None:
+        if self._receiver is not None:
             self._close_one(plane, address)
             self._receiver.on_unreachable(address)
 
@@ -353,19 +258,6 @@ class ZmqTransport:
             for address in [address for address, dealer in plane.items() if now - dealer.used_at > IDLE_S]:
                 self._close_one(plane, address)
         self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
-
-
-def _configure(socket: zmq.Socket[bytes], hwm: int, frame_bytes_max: int) -> None:
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, hwm),
-        (zmq.RCVHWM, hwm),
-        (zmq.MAXMSGSIZE, frame_bytes_max),
-        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-        (zmq.RECONNECT_IVL, -1),
-        (zmq.IMMEDIATE, 0),
-    ):
-        socket.setsockopt(option, value)
 
 
 def _require_loopback(host: str) -> None:
