@@ -49,6 +49,7 @@ class Directory:
         self._value_rows: _Rows = np.empty(0, np.int64)
         self._tail: list[tuple[_U32, int]] = []
         self._tail_size = 0
+        self._joined_tail: tuple[_U32, _Rows] | None = None
         self._dead_size = 0
 
     def __len__(self) -> int:
@@ -66,9 +67,10 @@ class Directory:
         self._of_sequence.setdefault((holder, meta.sequence_id), {})[row] = None
         if meta.chain_end:
             self._of_chain.setdefault(meta.chain_end, {})[row] = None
-        values = np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False)
+        values = np.unique(np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False))
         if values.size:
             self._tail.append((values, row))
+            self._joined_tail = None
             self._tail_size += values.size
         if self._tail_size > max(TAIL_MIN, self._values.size // 8):
             self._merge()
@@ -124,10 +126,8 @@ class Directory:
         first = np.searchsorted(self._values, wanted, "left")
         counts = np.minimum(np.searchsorted(self._values, wanted, "right") - first, ROWS_PER_KEY_MAX)
         offsets = np.repeat(first - (np.cumsum(counts) - counts), counts)
-        found = [self._value_rows[offsets + np.arange(offsets.size)]]
-        for values, row in self._tail:
-            # A row's own fingerprints may repeat; each of the prompt's counts once.
-            found.append(np.full(np.isin(wanted, values).sum(), row, np.int64))
+        tail_values, tail_rows = self._join_tail()
+        found = (self._value_rows[offsets + np.arange(offsets.size)], tail_rows[np.isin(tail_values, wanted)])
         rows, sizes = np.unique(np.concatenate(found), return_counts=True)
         return {row: size for row, size in zip(rows.tolist(), sizes.tolist(), strict=True) if row in self._rows}
 
@@ -169,20 +169,23 @@ class Directory:
                     found.append(AnchorHit(meta, holder, 0, 0))
         return found
 
+    def _join_tail(self) -> tuple[_U32, _Rows]:
+        if self._joined_tail is None:
+            values = [self._values[:0], *(values for values, _ in self._tail)]
+            rows = [self._value_rows[:0], *(np.full(values.size, row, np.int64) for values, row in self._tail)]
+            self._joined_tail = np.concatenate(values), np.concatenate(rows)
+        return self._joined_tail
+
     def _merge(self) -> None:
         """Sort the tail into the array and drop dead rows."""
-        values = np.concatenate([self._values, *(values for values, _ in self._tail)])
-        rows = np.concatenate([self._value_rows, *(np.full(v.size, row, np.int64) for v, row in self._tail)])
+        tail_values, tail_rows = self._join_tail()
+        values = np.concatenate([self._values, tail_values])
+        rows = np.concatenate([self._value_rows, tail_rows])
         alive = np.isin(rows, np.fromiter(self._rows, np.int64, len(self._rows)))
         values, rows = values[alive], rows[alive]
         order = np.lexsort((rows, values))
-        values, rows = values[order], rows[order]
-        if values.size:  # a fingerprint that repeats within a row counts once
-            fresh = np.ones(values.size, bool)
-            fresh[1:] = (values[1:] != values[:-1]) | (rows[1:] != rows[:-1])
-            values, rows = values[fresh], rows[fresh]
-        self._values, self._value_rows = values, rows
-        self._tail, self._tail_size, self._dead_size = [], 0, 0
+        self._values, self._value_rows = values[order], rows[order]
+        self._tail, self._tail_size, self._dead_size, self._joined_tail = [], 0, 0, None
 
 
 def _first(rows: Iterable[int], count: int) -> list[int]:

@@ -123,8 +123,9 @@ def key_of(want: Want) -> FlightKey:
 
 
 class PullViolation(ValueError):
-    """A holder broke the rules of a pull; `effects` end it."""
+    """`holder` broke the rules of a pull; `effects` end it."""
 
-    def __init__(self, detail: str, effects: list[Effect]) -> None:
+    def __init__(self, holder: NodeId, detail: str, effects: list[Effect]) -> None:
         super().__init__(detail)
+        self.holder = holder
         self.effects = effects

@@ -262,11 +262,10 @@ class Node:
             return self._violated(event.sender, violation)
 
     def _on_verified(self, event: BlockVerified, now: float) -> list[Effect]:
-        holder = self._pulls.holder_of(event.handle)
         try:
             return self._pulls.verified(event, now)
-        except ValueError as violation:
-            return self._violated(holder, violation)
+        except PullViolation as violation:
+            return self._violated(violation.holder, violation)
 
     def _violated(self, sender: NodeId, violation: ValueError) -> list[Effect]:
         """Count it; report a peer's first, second, fourth, eighth ... violation, so that it cannot flood the log."""

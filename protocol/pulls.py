@@ -213,11 +213,6 @@ class Pulls:
         detail = f"block {key.index} of anchor {key.anchor_id[:4].hex()} is not what was announced"
         raise self._violated(pull, MissReason.DIGEST_MISMATCH, detail, now)
 
-    def holder_of(self, handle: BlockHandle) -> NodeId:
-        """Who sent the block that is being verified; empty if none is."""
-        flight = self._verifying.get(handle)
-        return NodeId(b"") if flight is None else flight.pull.holder
-
     def failed(self, sender: NodeId, message: PullFailed, now: float) -> list[Effect]:
         """The holder says that a block, or the whole pull, does not come."""
         pull = self._pulls.get(message.pull_id)
@@ -328,10 +323,8 @@ class Pulls:
 
     def _relaunch(self, again: dict[int, list[int]], now: float, progress_at: float) -> list[Effect]:
         """Former followers start now; the time without progress that they saw counts."""
-        effects: list[Effect] = []
-        for fetch_id, positions in again.items():
-            effects += self._launch(self._fetches[fetch_id], positions, now, progress_at)
-        return effects
+        starts = (self._launch(self._fetches[fetch_id], places, now, progress_at) for fetch_id, places in again.items())
+        return [effect for effects in starts for effect in effects]
 
     def _miss(self, fetch: Fetch, position: int, miss: Miss, lost_s: float) -> list[Effect]:
         want = fetch.event.wants[position]
@@ -365,7 +358,7 @@ class Pulls:
         """The holder broke the rules: it is punished, and what it still owes is missed."""
         self._penalties.punish(pull.holder, now)
         effects = self._end([pull, *self._queued(pull.holder)], Miss(reason, detail), now, 0.0)
-        return PullViolation(detail, effects)
+        return PullViolation(pull.holder, detail, effects)
 
     def _abandon(self, fetch: Fetch, miss: Miss, now: float) -> list[Effect]:
         """Finish a fetch now: what it follows it lets go, what it leads ends."""

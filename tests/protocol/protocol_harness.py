@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ class Network:
         self.spoil: Callable[[NodeId, bytes], bytes] = lambda holder, payload: payload
         self.chunk_bytes = 96
         self.frames_bytes = 0
+        self._payload = b""
         self._order = itertools.count()
         self._queue: list[tuple[float, int, NodeId, Callable[[], ev.Event | None]]] = []
 
@@ -221,7 +223,7 @@ class Network:
             piece = payload[offset : offset + self.chunk_bytes]
             header = Chunk(effect.pull_id, effect.ordinal, offset, len(piece))
             for delay_s in self.fault(me, effect.to, header):
-                self._post(delay_s, effect.to, lambda h=header, p=piece: self._arrive(me, h, p))
+                self._post(delay_s, effect.to, partial(self._arrive, me, header, piece))
 
     def _arrive(self, sender: NodeId, header: Chunk, payload: bytes) -> ev.Event:
         self._payload = payload

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
+
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, Visibility
+from kvcomm_p2p.protocol.ids import ChainHash
 
 counter = st.integers(0, m.COUNTER_MAX)
 id16 = st.binary(min_size=16, max_size=16)
@@ -31,7 +33,7 @@ def puts(draw: Any, seq: int = 1) -> m.Put:
         sequence_id=draw(st.binary(min_size=8, max_size=8)),
         start=start,
         end=start + tokens,
-        chain_end=draw(id16) if exact else b"",
+        chain_end=ChainHash(draw(id16) if exact else b""),
         fingerprints=draw(st.binary(max_size=4 * min(tokens, 16)).map(lambda raw: raw[: len(raw) // 4 * 4])),
         hops=0 if exact else draw(st.integers(0, 255)),
         visibility=Visibility.GROUP if group else Visibility.PUBLIC,

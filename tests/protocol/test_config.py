@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.errors import SettingsError
 
@@ -15,8 +16,12 @@ def test_defaults_are_valid() -> None:
 def test_every_problem_is_named() -> None:
     with pytest.raises(SettingsError) as caught:
         NodeConfig(
-            cluster_id=b"short", gossip_interval_s=float("nan"), uploads_max=0, peers_max=9999, pool_bytes_max=1.5
-        )  # type: ignore[arg-type]
+            cluster_id=b"short",
+            gossip_interval_s=float("nan"),
+            uploads_max=0,
+            peers_max=9999,
+            pool_bytes_max=1.5,  # type: ignore[arg-type]
+        )
     text = str(caught.value)
     assert all(
         name in text for name in ("cluster_id", "gossip_interval_s", "uploads_max", "peers_max", "pool_bytes_max")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_harness import MODEL, digest16, held, make_node, meta, record
+
 from kvcomm_p2p.protocol import directory as directory_module
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
@@ -15,7 +18,6 @@ from kvcomm_p2p.protocol.directory import HOLDERS_PER_ANCHOR_MAX, Directory
 from kvcomm_p2p.protocol.ids import ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup
 from kvcomm_p2p.protocol.node import Node
-from protocol_harness import MODEL, digest16, held, make_node, meta, record
 
 ME = record(0).node_id
 NO_FINGERPRINTS = np.empty(0, np.uint32)
@@ -32,7 +34,7 @@ def lookup(*anchors: AnchorMeta, chains: bool = False, anchors_max: int = 64) ->
     return Lookup(MODEL, ends, fingerprints, anchors_max)
 
 
-def with_values(label: object, values: list[int], **changes: object) -> AnchorMeta:
+def with_values(label: object, values: list[int], **changes: Any) -> AnchorMeta:
     return meta(label, fingerprints=np.array(sorted(values), "<u4").tobytes(), **changes)
 
 
@@ -120,7 +122,7 @@ def test_an_anchor_that_everybody_holds_does_not_crowd_out_others() -> None:
     assert counts == {popular.anchor_id: HOLDERS_PER_ANCHOR_MAX, rare.anchor_id: 1}
 
 
-def test_a_fingerprint_claimed_everywhere_is_looked_at_only_so_often(monkeypatch: object) -> None:
+def test_a_fingerprint_claimed_everywhere_is_looked_at_only_so_often() -> None:
     index = Directory(ME)
     for count in range(1500):
         index.add(record(1).node_id, with_values(count, [7], chain_end=ChainHash(b"c" * 16)))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_harness import MODEL, Network, joined, meta, record
+
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
@@ -17,7 +19,6 @@ from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.gossip import Known, OriginLog, Replicas
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup
-from protocol_harness import MODEL, Network, joined, meta, record
 
 LIMITS: dict[str, Any] = {"anchors_per_peer_max": 1000, "anchors_max": 10_000}
 
@@ -59,7 +60,10 @@ def test_sixteen_nodes_converge_over_a_network_that_loses_repeats_and_reorders()
         if step % 5 == 4:
             network.handle(node_id, ev.AnchorsForgotten((published[node_id].pop(0),)))
         network.run(0.1)
-    same = lambda: all(known_ids(network, a, b) == set(published[b]) for a in ids for b in ids)  # noqa: E731
+
+    def same() -> bool:
+        return all(known_ids(network, a, b) == set(published[b]) for a in ids for b in ids)
+
     network.run(30.0, until=same)
     assert same()
 
@@ -108,9 +112,9 @@ def test_a_gap_is_never_skipped() -> None:
     for count in range(6):
         writer.own.put(meta(count))
     member = record(0)
-    later = m.OriginDelta(member, 1, False, 3, 6, 0, tuple(writer.own.after(3)))  # type: ignore[arg-type]
+    later = m.OriginDelta(member, 1, False, 3, 6, 0, tuple(writer.own.after(3)))
     assert reader.apply(later) is None and reader.log(member.node_id) is None
-    first = m.OriginDelta(member, 1, False, 0, 2, 0, tuple(writer.own.after(0)[:2]))  # type: ignore[arg-type]
+    first = m.OriginDelta(member, 1, False, 0, 2, 0, tuple(writer.own.after(0)[:2]))
     assert reader.apply(first) is not None
     assert reader.apply(later) is None
     log = reader.log(member.node_id)
@@ -175,10 +179,8 @@ def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[in
             writer.own.put(anchor)
         elif action == "del":
             writer.own.delete(anchor.anchor_id, now)
-        elif action == "sync":
-            exchange(writer, near)
-        elif action == "relay":
-            exchange(near, far)
+        elif action in ("sync", "relay"):
+            exchange(*((writer, near) if action == "sync" else (near, far)))
         elif action == "collect":
             writer.own.collect(now, 3.0)
         elif late:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from protocol_harness import Network, digest16, joined, make_node, meta, record
+
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import Miss
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.node import Node
-from protocol_harness import Network, digest16, joined, make_node, meta, record
 
 FRIEND = record(1)
 
@@ -225,7 +226,9 @@ def test_tables_stay_bounded_under_a_hostile_peer() -> None:
         puts = tuple(m.Put.of(seq, meta((fake, seq))) for seq in range(1, 40))
         deltas = (m.OriginDelta(member, 1, False, 0, 40, 0, puts),)
         node.handle(ev.MessageReceived(FRIEND.node_id, m.Ack(deltas)), 0.001 * fake)
-        node.handle(ev.MessageReceived(FRIEND.node_id, m.Syn((m.DigestEntry(digest16(fake), 1, fake, 0, 0),))), 0.1)
+        node.handle(
+            ev.MessageReceived(FRIEND.node_id, m.Syn((m.DigestEntry(NodeId(digest16(fake)), 1, fake, 0, 0),))), 0.1
+        )
     stats = node.stats()
     assert stats.peers_known <= 20
     assert stats.peer_anchors <= 2 * 100

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_harness import held, meta
+
 from kvcomm_p2p.protocol.anchors import BlockHandle, Visibility
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash
 from kvcomm_p2p.protocol.pool import Pool, may_see
-from protocol_harness import held, meta
 
 KV = 64 * 8
 
@@ -118,7 +120,7 @@ def test_who_may_see() -> None:
 @pytest.mark.parametrize("broken", ["handles", "digests", "tokens", "start"])
 def test_anchors_that_contradict_themselves_are_our_bug(broken: str) -> None:
     anchor = held(meta("broken"))
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "handles": {"handles": anchor.handles[:1]},
         "digests": {"digests": ()},
         "tokens": {"token_ids": np.arange(3, dtype=np.uint32)},

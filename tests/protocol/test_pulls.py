@@ -6,13 +6,14 @@ import hashlib
 from typing import Any
 
 import pytest
+from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
+
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, Miss, MissReason, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.node import Node
-from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
 
 PEER, OTHER = record(1), record(2)
 DOC = meta("doc")

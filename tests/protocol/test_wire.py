@@ -9,18 +9,20 @@ from typing import Any
 import msgpack
 import pytest
 from hypothesis import given, settings
+from protocol_harness import make_node, meta, record
+from strategies import members, messages, puts
+
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.events import ChunkReceived, MessageReceived, TimerExpired
 from kvcomm_p2p.protocol.gossip import entry_bytes_max, member_bytes_max
-from kvcomm_p2p.protocol.ids import NodeId
-from protocol_harness import make_node, meta, record
-from strategies import members, messages, puts
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 
 MUTATED_FRAMES = 24_000
 GOLDEN = Path(__file__).parent / "golden_frames.txt"
 SENDER = NodeId(b"S" * 16)
+ANCHOR = AnchorId(b"a" * 16)
 MEMBER = record(1, groups=(b"g" * 8, b"h" * 8))
 PUT = m.Put.of(7, meta("golden"))
 
@@ -29,13 +31,13 @@ SAMPLES: dict[str, m.Message] = {
     "welcome": m.Welcome(MEMBER, (record(2),)),
     "refused": m.Refused(m.RefusedReason.NAME_TAKEN, "taken"),
     "bye": m.Bye(3),
-    "syn": m.Syn((m.DigestEntry(b"n" * 16, 1, 2, 3, 2),)),
-    "syn_ack": m.SynAck((), (m.OriginDelta(MEMBER, 9, False, 6, 9, 2, (PUT, m.Del(8, b"a" * 16))),)),
+    "syn": m.Syn((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
+    "syn_ack": m.SynAck((), (m.OriginDelta(MEMBER, 9, False, 6, 9, 2, (PUT, m.Del(8, ANCHOR))),)),
     "ack": m.Ack((m.OriginDelta(MEMBER, 9, True, 0, 9, 2, (PUT,)),)),
-    "get_tokens": m.GetTokens(5, b"a" * 16, 64, 128),
+    "get_tokens": m.GetTokens(5, ANCHOR, 64, 128),
     "tokens": m.Tokens(5, bytes(range(12)), (b"d" * 32,)),
     "no_tokens": m.NoTokens(5),
-    "pull": m.Pull(6, (m.PullBlock(b"a" * 16, 0, 4096), m.PullBlock(b"a" * 16, 1, 4096)), 2**24),
+    "pull": m.Pull(6, (m.PullBlock(ANCHOR, 0, 4096), m.PullBlock(ANCHOR, 1, 4096)), 2**24),
     "credit": m.Credit(6, 4096),
     "cancel_pull": m.CancelPull(6),
     "chunk": m.Chunk(6, 1, 0, 4096),
@@ -45,7 +47,8 @@ SAMPLES: dict[str, m.Message] = {
 
 def frame_of(fields: Any) -> bytes:
     """A frame around any MessagePack value."""
-    return wire.MAGIC + bytes([m.PROTOCOL_VERSION]) + SENDER + msgpack.packb(fields, use_bin_type=True)
+    body: bytes = msgpack.packb(fields, use_bin_type=True)
+    return wire.MAGIC + bytes([m.PROTOCOL_VERSION]) + SENDER + body
 
 
 @given(messages)
@@ -78,7 +81,7 @@ def test_memoryview_is_accepted() -> None:
 
 def test_too_long_frames_are_neither_made_nor_read() -> None:
     many = m.Syn(
-        tuple(m.DigestEntry(bytes(16), 2**60, 2**60, 2**60, 2**60) for _ in range(m.DIGEST_ENTRIES_MAX + 2000))
+        tuple(m.DigestEntry(NodeId(bytes(16)), 2**60, 2**60, 2**60, 2**60) for _ in range(m.DIGEST_ENTRIES_MAX + 2000))
     )
     with pytest.raises(wire.WireError, match="longer than"):
         wire.encode(SENDER, many)
