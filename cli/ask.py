@@ -33,7 +33,7 @@ class Question:
             raise UsageError('the question is empty: write it in quotes, like kvcomm ask --node a "What is new?"')
         body: dict[str, Any] = {
             "op": "ask",
-            "prompt": [{"role": "user", "content": content}],
+            "prompt": content,
             "mode": self.mode,
             "sampling": dict(self.sampling),
         }

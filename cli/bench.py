@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,31 +17,46 @@ if TYPE_CHECKING:
 bench = typer.Typer(help="Measure, and print the figures as a table or as JSON.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="The results object on stdout.")]
+Save = Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Also write the results object to a file.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="[default: smollm2-135m]")]
 
 
 @bench.command()
 @guarded
-def ttft(as_json: AsJson = False) -> None:
+def ttft(model: Model = None, as_json: AsJson = False, save: Save = None) -> None:
     """Time to first token with KV pulled from a peer, against full prefill in the same run."""
-    _measure("ttft", as_json=as_json)
+    _measure("ttft", as_json, save, **_given(model))
 
 
 @bench.command()
 @guarded
-def pull(as_json: AsJson = False) -> None:
+def pull(as_json: AsJson = False, save: Save = None) -> None:
     """Loopback pull of KV blocks, against a plain TCP socket moving the same bytes."""
-    _measure("pull", as_json=as_json)
+    _measure("pull", as_json, save)
 
 
 @bench.command()
 @guarded
-def quality(as_json: AsJson = False) -> None:
+def quality(model: Model = None, as_json: AsJson = False, save: Save = None) -> None:
     """Divergence from full prefill (KL, top-1) with reused KV."""
-    _measure("quality", as_json=as_json)
+    _measure("quality", as_json, save, **_given(model))
 
 
-def _measure(name: str, *, as_json: bool) -> None:
-    result: Result = import_module(f"kvcomm_p2p.evaluation.{name}").run(console=stderr())
+@bench.command()
+@guarded
+def faults(model: Model = None, as_json: AsJson = False, save: Save = None) -> None:
+    """A peer killed or frozen in the middle of a pull: what a request loses, and whether its answer is right."""
+    _measure("faults", as_json, save, **_given(model))
+
+
+def _given(model: str | None) -> dict[str, Any]:
+    return {} if model is None else {"model": model}
+
+
+def _measure(name: str, as_json: bool, save: Path | None, **options: Any) -> None:
+    result: Result = import_module(f"kvcomm_p2p.evaluation.{name}").run(stderr(), **options)
+    if save is not None:
+        result.write(save)
     if as_json:
         write_text(result.to_json() + "\n")
     else:

@@ -28,6 +28,14 @@ def kvcomm(runtime_dir: Path) -> Iterator[Kvcomm]:
 
 
 @pytest.fixture
+def real_kvcomm(runtime_dir: Path) -> Iterator[Kvcomm]:
+    """With real agents: give them a tiny model."""
+    commands = Kvcomm(runtime_dir, fakes=False)
+    yield commands
+    commands.close()
+
+
+@pytest.fixture
 def fake_agent(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The fake's module, for servers in this process; its `Sampling` stands in for the real one."""
     monkeypatch.setitem(sys.modules, "kvcomm_p2p.model.decoding", _load("fake_decoding"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FAKES = Path(__file__).parent / "fakes"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Process:
@@ -65,11 +65,11 @@ class Process:
 class Kvcomm:
     """`kvcomm …` in a fresh runtime directory."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, *, fakes: bool = True) -> None:
         self.runtime_dir = runtime_dir
         self.environment = {
             **os.environ,
-            "PYTHONPATH": str(FAKES),
+            "PYTHONPATH": str(FAKES) if fakes else "",
             "KVCOMM_RUNTIME_DIR": str(runtime_dir),
             "KVCOMM_STATE_DIR": str(runtime_dir / "state"),
         }

@@ -25,13 +25,13 @@ def test_files_slots_and_length(kvcomm: Kvcomm, tmp_path: Path) -> None:
     (tmp_path / "report.txt").write_text("profits rose", encoding="utf-8")
     arguments = ["--file", str(tmp_path / "report.txt"), "--slot", f"r=@{tmp_path / 'report.txt'}", "--slot", "x=y=z"]
     done = kvcomm.run("ask", "--node", "coder", *arguments, "--max-new-tokens", "6", "So {r}, {x}? More?")
-    assert done.stdout.split() == ["user:profits", "rose", "So", "profits", "rose,", "y=z?"]
+    assert done.stdout.split() == ["profits", "rose", "So", "profits", "rose,", "y=z?"]
 
 
 def test_json_is_the_reply(kvcomm: Kvcomm) -> None:
     kvcomm.node("coder")
     reply = json.loads(kvcomm.run("ask", "--node", "coder", "--json", "--mode", "exact", "hi").stdout)
-    assert reply["text"] == "user:hi"
+    assert reply["text"] == "hi"
     assert reply["report"]["mode"] == "exact"
 
 
@@ -75,7 +75,7 @@ def test_a_node_that_dies_while_it_answers_is_3(kvcomm: Kvcomm) -> None:
     node = kvcomm.node("coder")
     asking = kvcomm.start("ask", "--node", "coder", "SLOW " + "word " * 200)
     assert asking.popen.stdout is not None
-    assert asking.popen.stdout.read(4) == "user"
+    assert asking.popen.stdout.read(4) == "SLOW"
     node.interrupt(signal.SIGKILL)
     assert asking.finish() == 3
     assert "error: node 'coder' ended before its answer was complete" in "".join(asking.lines)
@@ -85,7 +85,7 @@ def test_ctrl_c_while_answering_is_130_and_cancels(kvcomm: Kvcomm) -> None:
     kvcomm.node("coder")
     asking = kvcomm.start("ask", "--node", "coder", "SLOW " + "word " * 200)
     assert asking.popen.stdout is not None
-    assert asking.popen.stdout.read(4) == "user"
+    assert asking.popen.stdout.read(4) == "SLOW"
     assert asking.interrupt() == 130
     assert asking.lines[-1].endswith("interrupted\n")
 

@@ -9,7 +9,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-FAKES = {"kvcomm_p2p.agent": "fake_agent.py", "kvcomm_p2p.model.decoding": "fake_decoding.py"}
+FAKES = {
+    "kvcomm_p2p.agent": "fake_agent.py",
+    "kvcomm_p2p.model.decoding": "fake_decoding.py",
+    "kvcomm_p2p.evaluation.ttft": "fake_ttft.py",
+}
 
 
 class _FakeFinder(MetaPathFinder):
