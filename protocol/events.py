@@ -79,8 +79,10 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class AnchorsPublished:
-    """The store now holds these anchors. Duplicates of held anchors are dropped (their handles come back in
-    DropBlock)."""
+    """The store now holds these anchors; the node takes over one reference to each of their handles.
+
+    Those of duplicates of held anchors, and of anchors for which there is no room, come back in DropBlock.
+    """
 
     anchors: tuple[HeldAnchor, ...]
 

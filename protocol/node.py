@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -172,9 +173,9 @@ class Node:
         return effects + self._after_peers_went(now)
 
     def next_deadline(self) -> float:
-        """When the node wants TimerExpired. May be in the past: then at once."""
+        """When the node wants TimerExpired. May be in the past: then at once. Infinity after it has left."""
         return min(
-            self._community.next_deadline(),
+            math.inf if self._left else self._community.next_deadline(),
             self._pulls.next_deadline(),
             self._tokens.next_deadline(),
             self._uploads.next_deadline(),

@@ -112,9 +112,9 @@ class Pool:
         return tuple(entry.held.meta for entry in self._entries.values())
 
     def publish(self, anchors: Iterable[HeldAnchor], now: float) -> PoolChange:
-        """Take anchors in, evicting others to make room. Raises ValueError if an anchor contradicts itself (our bug).
+        """Take anchors in, with one reference to each handle, evicting others to make room.
 
-        An anchor that is held already: the old handles stay and the new ones are dropped, unless the new KV has fewer
+        Raises ValueError, and takes in nothing, if an anchor contradicts itself (our bug). An anchor that is held already: the old handles stay and the new ones are dropped, unless the new KV has fewer
         repairs behind it and the old is not leased; visibility becomes the strictest of both. One that finds no room,
         because all the rest is leased or it exceeds the budget by itself, is rejected.
         """
@@ -188,8 +188,6 @@ class Pool:
     ) -> None:
         entry = self._entries[new.meta.anchor_id]
         old = entry.held
-        if new.handles == old.handles:
-            return  # the very same anchor again: its handles are in use
         better = new.meta.hops < old.meta.hops and not entry.leases and new.meta.kv_bytes == old.meta.kv_bytes
         kept, other = (new, old) if better else (old, new)
         dropped += other.handles

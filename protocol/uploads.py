@@ -107,6 +107,7 @@ class Uploads:
         return self._send(upload, PullFailedReason.EVICTED)
 
     def cancel(self, peer: NodeId, message: CancelPull) -> None:
+        """Ignored if the upload has ended already."""
         upload = self._running.get((peer, message.pull_id))
         if upload is not None:
             self._end(upload)
@@ -121,10 +122,12 @@ class Uploads:
         return [_reply(event.to, failed), *self._send(upload, PullFailedReason.EVICTED)]
 
     def peer_gone(self, peer: NodeId) -> None:
+        """The puller left, expired or cannot be reached."""
         for upload in [upload for upload in self._running.values() if upload.peer == peer]:
             self._end(upload)
 
     def tick(self, now: float) -> None:
+        """End uploads whose puller gave no credit for too long."""
         for upload in [upload for upload in self._running.values() if upload.expires_at <= now]:
             self._end(upload)
 

@@ -71,7 +71,8 @@ def test_duplicates_give_the_new_handles_back() -> None:
     pool.publish([first], 0.0)
     change = pool.publish([second], 1.0)
     assert change.dropped == second.handles and not change.added and not change.removed
-    assert pool.publish([first], 2.0).dropped == (), "the same handles again are the ones in use"
+    assert pool.publish([first], 2.0).dropped == first.handles, "a second reference to shared handles goes back as well"
+    assert pool.get(first.meta.anchor_id) == first
 
 
 def test_fewer_repairs_replace_the_old_kv_unless_it_is_leased() -> None:

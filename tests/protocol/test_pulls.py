@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import pytest
@@ -312,6 +313,8 @@ def test_leaving_finishes_everything_and_later_requests_too() -> None:
     assert len(of(effects, ev.DropBlock)) == 4 and not pull_ids(effects)
     (after,) = of(node.handle(request(4), 1.2), ev.FinishFetch)
     assert reasons(after) == [MissReason.SHUTDOWN] * 2
+    assert node.next_deadline() == math.inf
+    assert node.handle(pull(), 1.3) == []
 
 
 # Holder's side
