@@ -47,7 +47,7 @@ async def ask_elsewhere(address: str) -> None:
     async with Agent("teacher", join=[address]) as teacher:
         while not any(peer["anchors"] for peer in teacher.status().peers):
             await asyncio.sleep(0.05)
-        for mode in ("dense", "balanced"):
+        for mode in ("balanced", "dense"):
             reply = await teacher.generate(prompt, slots={"document": DOCUMENT}, mode=mode, sampling=SHORT)
             report = reply.report
             print(f"{mode:>8}: first token after {reply.ttft_s:.2f} s; of {report.prompt_tokens} prompt tokens")
