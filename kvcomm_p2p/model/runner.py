@@ -20,6 +20,7 @@ from kvcomm_p2p.model.registry import load_model
 from kvcomm_p2p.model.spec import ModelSpec
 
 PREFILL_CHUNK_TOKENS = 1024
+"""About how often a long prefill asks whether it was cancelled."""
 
 
 class ModelRunner:
@@ -91,7 +92,9 @@ class ModelRunner:
             raise UsageError(f"the cache holds {cache.length} tokens, but prefill was asked to start at {start}")
         self._check_context(start + ids.shape[0])
         cache.reserve(start + ids.shape[0])
-        step = PREFILL_CHUNK_TOKENS if cancelled is not None else ids.shape[0]
+        # Chunks of equal length: a short last one would read all weights for few tokens.
+        chunks = 1 if cancelled is None else max(1, round(ids.shape[0] / PREFILL_CHUNK_TOKENS))
+        step = -(-ids.shape[0] // chunks)
         logits: torch.Tensor | None = None
         for begin in range(0, ids.shape[0], step):
             if cancelled is not None and cancelled():

@@ -90,8 +90,8 @@ def test_cancelled_prefill_stops_between_chunks(tiny_runner: Any, monkeypatch: p
     answers = iter([False, False, True])
     with pytest.raises(CancelledByCaller):
         tiny_runner.prefill(IDS, cache, cancelled=lambda: next(answers))
-    assert cache.length == 32
-    logits = tiny_runner.prefill(IDS[32:], cache, 32, cancelled=lambda: False)
+    assert cache.length == 36  # 70 tokens are four chunks of up to 18
+    logits = tiny_runner.prefill(IDS[36:], cache, 36, cancelled=lambda: False)
     torch.testing.assert_close(logits, full_logits(tiny_runner, IDS), rtol=0, atol=1e-4)
 
 
