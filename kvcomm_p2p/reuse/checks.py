@@ -48,8 +48,9 @@ def failed_blocks(runner: ModelRunner, blocks: Sequence[PulledBlock]) -> dict[Bl
     for block in blocks:
         tokens = len(block.token_ids)
         keys, values = block_tensors(block.data, layout, tokens)
-        # The sum is finite iff every element is (or the block is absurd): one pass, no temporary.
-        if not bool(torch.isfinite(keys.sum() + values.sum())):
+        # The sum is finite iff every element is (or the block is absurd): one pass, no temporary. In half precision the sum
+        # of sound keys may overflow, hence the dtype.
+        if not bool(torch.isfinite(keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32))):
             failed[block.key] = Miss(MissReason.NOT_FINITE, "the block holds NaN or infinity")
             continue
         chosen = sorted(_random.sample(range(tokens), min(SAMPLED_TOKENS, tokens)))

@@ -21,7 +21,7 @@ from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.plan import make_plan
-from kvcomm_p2p.planning.spans import recompute_positions
+from kvcomm_p2p.planning.spans import blocks_needed, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
@@ -168,7 +168,6 @@ class ReuseEngine:
         cancelled: Callable[[], bool] | None,
     ) -> Filled:
         pull = asyncio.create_task(self._puller.pull(plan, found, self._costs.costs))
-        pulled: Pulled | None = None
         try:
             lead = _lead_tokens(plan)
             if lead:
@@ -177,16 +176,17 @@ class ReuseEngine:
             pulled = await pull
             failed = dict(pulled.failed)
             failed.update(await self._run(partial(failed_blocks, self._runner, list(pulled.remote.values()))))
-            self._blame(failed, pulled, found)
+            self._blame(failed, found)
             report.pulled(pulled, failed)
             usable = without_blocks(plan, failed)
             outcome = await self._run(partial(self._complete, prompt, cache, usable, pulled, lead, cancelled))
         except BaseException:
             pull.cancel()
-            if pulled is not None:
-                self._puller.release(pulled, list(pulled.handles))
+            pull.add_done_callback(self._abandoned)
             raise
-        self._puller.release(pulled, [key for key in failed if key in pulled.handles])
+        # What failed a check, or led to a fallback, is not kept as a replica.
+        used = {BlockKey(meta.anchor_id, i) for span in outcome.plan.spans for meta, i in blocks_needed(span)}
+        self._puller.release(pulled, [key for key in pulled.handles if key not in used])
         self._observe_pull(pulled, plan)
         timings = Timings(pull_s=pulled.seconds, align_s=outcome.align_s, recompute_s=outcome.recompute_s)
         report.guarded(outcome.residual, outcome.fallback)
@@ -244,9 +244,15 @@ class ReuseEngine:
         self._costs.saw_forward(len(positions), float((positions + 1).sum()), time.perf_counter() - started)
         return logits
 
-    def _blame(self, failed: dict[BlockKey, Miss], pulled: Pulled, found: FoundDonors) -> None:
-        """Forget what holders said of anchors whose blocks were not what they should be."""
-        wrong = {key.anchor_id for key in failed if key in pulled.remote}
+    def _abandoned(self, pull: asyncio.Task[Pulled]) -> None:
+        """A fill ended early: let go of what its pull brought (one that is cancelled itself lets go by itself)."""
+        if not pull.cancelled() and pull.exception() is None:
+            self._puller.release(pull.result(), list(pull.result().handles))
+
+    def _blame(self, failed: dict[BlockKey, Miss], found: FoundDonors) -> None:
+        """Forget what holders said of anchors whose blocks did not come or were not what they should be: an anchor that was
+        evicted and computed again has other bits, hence other digests, under the same id."""
+        wrong = {key.anchor_id for key in failed}
         for holder, anchor_id in found.details:
             if anchor_id in wrong:
                 self._finder.forget(holder, anchor_id)

@@ -46,7 +46,8 @@ class Puller:
         self._store = store
 
     async def pull(self, plan: Plan, found: FoundDonors, costs: Costs) -> Pulled:
-        """All blocks of the plan's donors. Never raises for a peer's fault: what did not come is in `failed`."""
+        """All blocks of the plan's donors. Never raises for a peer's fault: what did not come is in `failed`. Cancelled, it
+        keeps nothing."""
         started = time.perf_counter()
         pulled = Pulled()
         remote: dict[NodeId, dict[BlockKey, tuple[AnchorMeta, int]]] = {}
@@ -62,13 +63,19 @@ class Puller:
                     remote.setdefault(span.donor.holder, {})[key] = (anchor, index)
         if used:
             await self._driver.touch(sorted(used))
-        await asyncio.gather(*(self._fetch(holder, wants, found, costs, pulled) for holder, wants in remote.items()))
+        try:
+            await asyncio.gather(
+                *(self._fetch(holder, wants, found, costs, pulled) for holder, wants in remote.items())
+            )
+        except BaseException:
+            self.release(pulled, list(pulled.handles))
+            raise
         pulled.seconds = time.perf_counter() - started
         return pulled
 
     def release(self, pulled: Pulled, keys: Iterable[BlockKey]) -> None:
         """Drop handles that nobody will publish."""
-        for key in keys:
+        for key in tuple(keys):
             handle = pulled.handles.pop(key, None)
             if handle is not None:
                 self._store.drop(handle)
