@@ -114,9 +114,10 @@ class Pool:
     def publish(self, anchors: Iterable[HeldAnchor], now: float) -> PoolChange:
         """Take anchors in, with one reference to each handle, evicting others to make room.
 
-        Raises ValueError, and takes in nothing, if an anchor contradicts itself (our bug). An anchor that is held already: the old handles stay and the new ones are dropped, unless the new KV has fewer
-        repairs behind it and the old is not leased; visibility becomes the strictest of both. One that finds no room,
-        because all the rest is leased or it exceeds the budget by itself, is rejected.
+        Raises ValueError, and takes in nothing, if an anchor contradicts itself (our bug). An anchor that is held
+        already: the old handles stay and the new ones are dropped, unless the new KV has fewer repairs behind it and the
+        old is not leased; visibility becomes the strictest of both. One that finds no room, because all the rest is
+        leased or it exceeds the budget by itself, is rejected.
         """
         dropped: list[BlockHandle] = []
         added: dict[AnchorId, AnchorMeta] = {}
