@@ -14,9 +14,10 @@ test: $(READY)
 		|| echo "The default model could not be fetched: tests marked 'model' will be skipped."
 	$(BIN)/python -m pytest
 
-check: $(READY) types
+check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory types
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix .

@@ -73,19 +73,20 @@ def list_(as_json: AsJson = False) -> None:
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """A bar per phase on a terminal; otherwise one line when a phase begins."""
-    begun: dict[str, int] = {}
     if not console.is_terminal:
+        said: set[str] = set()
 
         def say(phase: str, done: int, total: int) -> None:
-            if phase not in begun:
-                begun[phase] = 0
+            if phase not in said:
+                said.add(phase)
                 console.print(f"{PHASES.get(phase, phase)} …", markup=False)
 
         yield say
         return
 
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+    begun: dict[str, TaskID] = {}
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
         console=console,
