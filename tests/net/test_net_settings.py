@@ -101,8 +101,9 @@ def test_cluster_names_make_cluster_ids() -> None:
         ("0.0.0.0", False),
         ("10.0.0.1", False),
         ("", False),
-    ]
-    + [("example.org", False), ("::", False)],
+        ("example.org", False),
+        ("::", False),
+    ],
 )
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
