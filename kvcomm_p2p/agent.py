@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +25,10 @@ from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare, prepare_ids
-from kvcomm_p2p.report import PrefillReport
+from kvcomm_p2p.reply import Prefilled, Reply
 from kvcomm_p2p.reuse.engine import Filled
 from kvcomm_p2p.settings import Settings
-from kvcomm_p2p.stack import AgentStack, build_stack
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import DynamicCache
+from kvcomm_p2p.stack import AgentStack, Publication, build_stack
 
 EXACT_ONLY_ROLES = frozenset({"judge", "selector", "voter", "ranker"})
 """Roles that compare candidates: approximate reuse is known to push their verdicts towards chance."""
@@ -40,45 +36,8 @@ EXACT_ONLY_ROLES = frozenset({"judge", "selector", "voter", "ranker"})
 GENERATIONS_MAX = 16
 """`generate` calls that decode at the same time; more wait their turn."""
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A finished generation. `finish_reason`: eos, stop or length. `ttft_s`: from the call to the first token's logits."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    report: PrefillReport
-    ttft_s: float
-    total_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain types, ready for JSON."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "report": self.report.as_dict(),
-            "ttft_s": self.ttft_s,
-            "total_s": self.total_s,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A prompt's cache for `model.generate(token_ids, ...)`: T - 1 positions, so that generate computes the last one itself.
-
-    Unpacks as `cache, report`. `logits` [V] are those of the next token.
-    """
-
-    cache: DynamicCache
-    report: PrefillReport
-    logits: torch.Tensor
-
-    def __iter__(self) -> Any:
-        return iter((self.cache, self.report))
+CLOSE_WAIT_S = 5.0
+"""How long `close` waits for what it cancelled to end by itself."""
 
 
 class Agent:
@@ -117,9 +76,9 @@ class Agent:
         self._stack: AgentStack | None = None
         self._started_at = 0.0
         self._totals = Totals()
-        self._decoders = ThreadPoolExecutor(GENERATIONS_MAX, thread_name_prefix="kvcomm-decode")
+        self._starting = False
         self._cancels: set[threading.Event] = set()
-        self._lock = threading.Lock()
+        self._idle = threading.Condition()
 
     # ------------------------------------------------------------------------------------------------------ life cycle
 
@@ -135,8 +94,17 @@ class Agent:
 
         Raises ModelError, TransportError (port in use), NameTakenError, ConfigError.
         """
-        if self._stack is not None:
-            raise UsageError(f"agent {self.name!r} is already running")
+        with self._idle:
+            if self._stack is not None or self._starting:
+                raise UsageError(f"agent {self.name!r} is already running")
+            self._starting = True
+        try:
+            self._stack = await self._started()
+            self._started_at = time.monotonic()
+        finally:
+            self._starting = False
+
+    async def _started(self) -> AgentStack:
         loop = asyncio.get_running_loop()
         build = partial(
             build_stack,
@@ -147,26 +115,39 @@ class Agent:
             dtype=self._dtype,
             groups=self._groups,
         )
-        stack = await loop.run_in_executor(None, build)
+        building = loop.run_in_executor(None, build)
+        try:
+            stack = await asyncio.shield(building)
+        except asyncio.CancelledError:
+            # The thread cannot be interrupted: wait for it, and leave nothing behind.
+            with suppress(Exception):
+                await loop.run_in_executor(None, (await building).close)
+            raise
         try:
             await asyncio.wrap_future(stack.driver.run(stack.join(self._join)))
         except BaseException:
             await loop.run_in_executor(None, stack.close)
             raise
-        self._stack = stack
-        self._started_at = time.monotonic()
+        self._decoders = ThreadPoolExecutor(GENERATIONS_MAX, thread_name_prefix="kvcomm-decode")
+        return stack
 
     async def close(self) -> None:
-        """Cancel what is in flight, tell the peers, stop. Safe to call twice."""
+        """Cancel what is in flight, tell the peers, stop. Safe to call twice; the agent can be started again."""
         stack, self._stack = self._stack, None
         self.cancel_all()
         if stack is not None:
-            await asyncio.get_running_loop().run_in_executor(None, stack.close)
-        self._decoders.shutdown(wait=False)
+            await asyncio.get_running_loop().run_in_executor(None, self._stop, stack)
+
+    def _stop(self, stack: AgentStack) -> None:
+        with self._idle:
+            # Whoever is in flight gets to end by itself, at its next token or chunk.
+            self._idle.wait_for(lambda: not self._cancels, CLOSE_WAIT_S)
+        stack.close()
+        self._decoders.shutdown(wait=True)
 
     def cancel_all(self) -> None:
-        """Cancel every generation in flight; their callers get CancelledByCaller."""
-        with self._lock:
+        """Cancel every generation and prefill in flight; their callers get CancelledByCaller."""
+        with self._idle:
             for event in self._cancels:
                 event.set()
 
@@ -212,27 +193,18 @@ class Agent:
         started = time.perf_counter()
         stack = self._running()
         chosen, sampling = parse_mode(mode), sampling or Sampling()
-        prepared = await self._prepare(stack, prompt, slots, visibility, group)
-        prepared_s = time.perf_counter() - started
-        cancel = threading.Event()
-        with self._lock:
-            self._cancels.add(cancel)
-        try:
-            filled = await self._on_driver(stack, self._fill(stack, prepared, chosen, sampling.max_new_tokens, cancel))
+        with self._in_flight(stack) as cancel:
+            prepared = await self._prepare(stack, prompt, slots, visibility, group)
+            prepared_s = time.perf_counter() - started
+            publication = await self._fill(stack, prepared, chosen, cancel, rows_extra=sampling.max_new_tokens)
+            filled = publication.filled
             ttft_s = time.perf_counter() - started
-            publication = stack.publish_prompt(prepared, filled)
             decoded = await self._decode(stack, prepared, filled, sampling, on_text, cancel)
             stack.publish_answer(publication, decoded.token_ids)
-        except asyncio.CancelledError:
-            cancel.set()
-            raise
-        finally:
-            with self._lock:
-                self._cancels.discard(cancel)
         report = replace(filled.report, timings=replace(filled.report.timings, tokenize_s=prepared_s))
         self._totals.add(report)
         if decoded.finish_reason == "cancelled":
-            raise CancelledByCaller(f"generation of {self.name!r} was cancelled")
+            raise self._cancelled()
         return Reply(
             text=decoded.text,
             token_ids=list(decoded.token_ids),
@@ -275,9 +247,8 @@ class Agent:
             token_ids, stack.runner.vocabulary_size, visibility=visibility, group=group, key=stack.group_key
         )
         filled = await self.fill(prepared, mode)
-        cache = await asyncio.get_running_loop().run_in_executor(
-            None, filled.cache.to_dynamic, stack.runner.model.config
-        )
+        call = partial(filled.cache.to_dynamic, stack.runner.model.config)
+        cache = await asyncio.get_running_loop().run_in_executor(None, call)
         self._totals.add(filled.report)
         return Prefilled(cache, filled.report, filled.logits)
 
@@ -286,14 +257,9 @@ class Agent:
     ) -> Filled:
         """The engine's own face: the filled slab with logits, report and plan. Publishes the prompt unless told not to."""
         stack = self._running()
-        filled = await self._on_driver(
-            stack, self._fill(stack, prompt, parse_mode(mode), rows_extra, threading.Event())
-        )
-        if publish:
-            stack.publish_prompt(prompt, filled)
-        else:
-            stack.release(filled)
-        return filled
+        chosen = parse_mode(mode)
+        with self._in_flight(stack) as cancel:
+            return (await self._fill(stack, prompt, chosen, cancel, rows_extra=rows_extra, publish=publish)).filled
 
     async def settled(self) -> None:
         """Wait until everything prefilled or generated so far is published (it is found by this node's peers a gossip
@@ -323,12 +289,42 @@ class Agent:
         return await asyncio.get_running_loop().run_in_executor(None, call)
 
     async def _fill(
-        self, stack: AgentStack, prompt: PreparedPrompt, mode: Mode, rows_extra: int, cancel: threading.Event
-    ) -> Filled:
+        self, stack: AgentStack, prompt: PreparedPrompt, mode: Mode, cancel: threading.Event, **options: Any
+    ) -> Publication:
         exact_only = f"role {self.role!r} compares candidates" if self.role.lower() in EXACT_ONLY_ROLES else ""
-        return await stack.engine.fill(
-            prompt, mode, exact_only=exact_only, rows_extra=rows_extra, cancelled=cancel.is_set
-        )
+        work = stack.fill(prompt, mode, exact_only=exact_only, cancelled=cancel.is_set, **options)
+        future = asyncio.wrap_future(stack.driver.run(work))
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if future.cancelled():  # the driver ended, not our caller's patience
+            raise self._cancelled()
+        return future.result()
+
+    @contextmanager
+    def _in_flight(self, stack: AgentStack) -> Iterator[threading.Event]:
+        """An event that `cancel_all`, `close` and cancelling the task set; `close` waits for the end of the context."""
+        cancel = threading.Event()
+        with self._idle:
+            self._cancels.add(cancel)
+        try:
+            yield cancel
+        except asyncio.CancelledError:
+            cancel.set()
+            raise
+        except UsageError:
+            if self._stack is not stack:  # closed under us: no mistake of this caller's
+                raise self._cancelled() from None
+            raise
+        finally:
+            with self._idle:
+                self._cancels.discard(cancel)
+                self._idle.notify_all()
+
+    def _cancelled(self) -> CancelledByCaller:
+        return CancelledByCaller(f"generation of {self.name!r} was cancelled")
 
     async def _decode(
         self,
@@ -358,9 +354,6 @@ class Agent:
             with suppress(Exception):
                 await future
             raise
-
-    async def _on_driver(self, stack: AgentStack, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(stack.driver.run(work))
 
     def _running(self) -> AgentStack:
         if self._stack is None:

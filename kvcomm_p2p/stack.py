@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.planning.chains import group_tag
 from kvcomm_p2p.planning.costs import CostTracker
-from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.planning.types import Costs, Mode
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord, RefusedReason
@@ -83,7 +83,14 @@ class AgentStack:
         self._names: dict[bytes, str] = {}
         self._compute = ThreadPoolExecutor(COMPUTE_THREADS, thread_name_prefix="kvcomm-compute")
         lineage = Lineage()
-        finder = DonorFinder(driver, lineage, me=self.node_id, model_id=runner.spec.model_id, content_key=content_key)
+        finder = DonorFinder(
+            driver,
+            lineage,
+            me=self.node_id,
+            spec=runner.spec,
+            vocabulary_size=runner.vocabulary_size,
+            content_key=content_key,
+        )
         self._puller = Puller(driver, store)
         self.engine = ReuseEngine(runner, finder, self._puller, measured_costs(runner), self._compute, self._peer_name)
         self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
@@ -112,23 +119,33 @@ class AgentStack:
         if not isinstance(outcome.result, int):
             log.warning("no answer yet from %s; trying again in the background", ", ".join(seeds))
 
-    # ------------------------------------------------------------------------------------------------------ publishing
+    # ------------------------------------------------------------------------------------------------ filling, publishing
 
-    def publish_prompt(self, prompt: PreparedPrompt, filled: Filled) -> Publication:
-        """Share a filled prompt and what was pulled for it, in the background."""
-        if not isinstance(filled.cache, KVCache):
-            return Publication(prompt, filled, None)
-        return Publication(prompt, filled, self._background(self._publish_prompt(prompt, filled, filled.cache)))
+    async def fill(
+        self,
+        prompt: PreparedPrompt,
+        mode: Mode,
+        *,
+        exact_only: str = "",
+        rows_extra: int = 0,
+        cancelled: Callable[[], bool] | None = None,
+        publish: bool = True,
+    ) -> Publication:
+        """Loop. See `ReuseEngine.fill`. Then share the prompt and what was pulled for it, in the background, or let go of it.
+
+        One step, so that a caller who is cancelled in between cannot lose what was pulled.
+        """
+        filled = await self.engine.fill(prompt, mode, exact_only=exact_only, rows_extra=rows_extra, cancelled=cancelled)
+        if publish and isinstance(filled.cache, KVCache):
+            return Publication(prompt, filled, self._background(self._publish_prompt(prompt, filled, filled.cache)))
+        self._puller.release(filled.pulled, list(filled.pulled.handles))
+        return Publication(prompt, filled, None)
 
     def publish_answer(self, publication: Publication, token_ids: Sequence[int]) -> None:
         """Share what was generated behind a published prompt, in the background."""
         cache = publication.filled.cache
         if publication.published is not None and isinstance(cache, KVCache) and token_ids:
             self._background(self._publish_answer(publication, cache, token_ids))
-
-    def release(self, filled: Filled) -> None:
-        """Drop what was pulled for a prompt that is not published."""
-        self._puller.release(filled.pulled, list(filled.pulled.handles))
 
     def settle(self) -> None:
         """Wait until everything handed over so far is in the pool. Raises UsageError after SETTLE_TIMEOUT_S."""
@@ -166,8 +183,12 @@ class AgentStack:
         rows = whole[: cache.length]
         await self._publisher.answer(rows, cache, publication.filled.plan, publication.prompt.visibility, published)
 
-    def _background(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        future = self.driver.run(work)
+    def _background(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
+        """None when the driver has stopped: nothing is shared any more."""
+        try:
+            future = self.driver.run(work)
+        except UsageError:
+            return None
         with self._lock:
             self._pending.add(future)
         future.add_done_callback(self._published)
@@ -221,7 +242,11 @@ def build_stack(
     )
     store = BlockStore()
     driver = Driver(make_node, transport, store, keys)
-    return AgentStack(name, runner, settings, driver, store, keys.content)
+    try:
+        return AgentStack(name, runner, settings, driver, store, keys.content)
+    except BaseException:
+        driver.stop()
+        raise
 
 
 def measured_costs(runner: ModelRunner) -> CostTracker:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from kvcomm_p2p.agent import Agent, Prefilled, Reply
 from kvcomm_p2p.agent_status import AgentStatus
 
+FINISH_S = 2.0
+
 T = TypeVar("T")
 
 
@@ -98,6 +100,17 @@ class SyncAgent:
             raise
 
     def _stop(self) -> None:
+        self._wait(self._finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _finish(self) -> None:
+        """Let streams that were left early end, then the loop's own threads."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=FINISH_S)
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
 from kvcomm_p2p.planning.types import Donor
 from kvcomm_p2p.planning.winnow import fingerprints
 from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
-from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId, SequenceId
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId, SequenceId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
 from kvcomm_p2p.reuse.lineage import Lineage
 
@@ -53,11 +54,21 @@ class _Stretch:
 class DonorFinder:
     """Asks the directory and, for promising sequences, their holders. Lives on the driver's loop."""
 
-    def __init__(self, driver: Driver, lineage: Lineage, *, me: NodeId, model_id: ModelId, content_key: bytes) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        lineage: Lineage,
+        *,
+        me: NodeId,
+        spec: ModelSpec,
+        vocabulary_size: int,
+        content_key: bytes,
+    ) -> None:
         self._driver = driver
         self._lineage = lineage
         self._me = me
-        self._model_id = model_id
+        self._spec = spec
+        self._vocabulary_size = vocabulary_size
         self._key = content_key
         self._known: OrderedDict[tuple[NodeId, AnchorId], AnchorTokens] = OrderedDict()
 
@@ -66,7 +77,9 @@ class DonorFinder:
         loop = asyncio.get_running_loop()
         lookup = await loop.run_in_executor(None, self._lookup, token_ids)
         result = self._driver.find(lookup)
-        stretches = self._stretches(result)
+        failed: dict[NodeId, Miss] = {}
+        hits = self._sound(result.hits, failed)
+        stretches = self._stretches(hits)
         wanted = [
             (stretch.holder, anchor)
             for stretch in stretches
@@ -75,13 +88,13 @@ class DonorFinder:
             if (stretch.holder, anchor.anchor_id) not in self._known
         ]
         answers = await asyncio.gather(*(self._driver.tokens(holder, anchor) for holder, anchor in wanted))
-        failed: dict[NodeId, Miss] = {}
         lost = 0.0
         for (holder, anchor), answer in zip(wanted, answers, strict=True):
             lost = max(lost, answer.wait_lost_s)
-            if isinstance(answer.result, Miss):
-                failed.setdefault(holder, answer.result)
-            else:
+            miss = answer.result if isinstance(answer.result, Miss) else self._contradiction(anchor, answer.result)
+            if miss is not None:
+                failed.setdefault(holder, miss)
+            elif isinstance(answer.result, AnchorTokens):
                 self._remember(holder, anchor.anchor_id, answer.result)
         return self._assemble(stretches, result, failed, lost)
 
@@ -91,26 +104,51 @@ class DonorFinder:
 
     def _lookup(self, token_ids: npt.NDArray[np.uint32]) -> Lookup:
         values, _ = fingerprints(token_ids, self._key)
-        chains = tuple(chain_hashes(token_ids, self._key, self._model_id))
-        return Lookup(model_id=self._model_id, chains=chains, fingerprints=np.unique(values))
+        chains = tuple(chain_hashes(token_ids, self._key, self._spec.model_id))
+        return Lookup(model_id=self._spec.model_id, chains=chains, fingerprints=np.unique(values))
 
-    def _stretches(self, result: LookupResult) -> list[_Stretch]:
+    def _sound(self, hits: Sequence[AnchorHit], failed: dict[NodeId, Miss]) -> list[AnchorHit]:
+        """Hits whose metadata this model's KV can have; what is wrong with a peer's others goes into `failed`."""
+        sound: list[AnchorHit] = []
+        for hit in hits:
+            meta = hit.meta
+            if meta.kv_bytes != self._spec.layout.block_bytes(meta.tokens):
+                detail = f"{meta.kv_bytes} bytes announced for {meta.tokens} tokens"
+                failed.setdefault(hit.holder, Miss(MissReason.LENGTH_MISMATCH, detail))
+            elif meta.end > self._spec.context_tokens_max:
+                detail = f"position {meta.end} announced, beyond the model's context"
+                failed.setdefault(hit.holder, Miss(MissReason.TOKENS_MISMATCH, detail))
+            else:
+                sound.append(hit)
+        return sound
+
+    def _contradiction(self, anchor: AnchorMeta, tokens: AnchorTokens) -> Miss | None:
+        """What is wrong with token ids that a peer sent for an anchor."""
+        if int(tokens.token_ids.max()) >= self._vocabulary_size:
+            return Miss(MissReason.TOKENS_MISMATCH, "token ids outside the vocabulary")
+        # Windows that lie wholly inside the anchor select the same values whatever stands around it.
+        values, _ = fingerprints(tokens.token_ids, self._key)
+        if not np.isin(values, np.frombuffer(anchor.fingerprints, "<u4")).all():
+            return Miss(MissReason.TOKENS_MISMATCH, "token ids are not those that the anchor was announced with")
+        return None
+
+    def _stretches(self, hits: Sequence[AnchorHit]) -> list[_Stretch]:
         """Own sequences first, then peers' best first, without sequences that add nothing to those before."""
         groups: OrderedDict[tuple[NodeId, SequenceId], list[AnchorHit]] = OrderedDict()
-        for hit in result.hits:
+        for hit in hits:
             groups.setdefault((hit.holder, hit.meta.sequence_id), []).append(hit)
-        own = [hit for hit in result.hits if hit.holder == self._me]
+        own = [hit for hit in hits if hit.holder == self._me]
         stretches = self._own_stretches(own)
         covered = {hit.meta.anchor_id for hit in own}
         remote = 0
-        for (holder, sequence_id), hits in groups.items():
-            useful = {hit.meta.anchor_id for hit in hits if hit.matches or hit.prefix_tokens}
+        for (holder, sequence_id), group in groups.items():
+            useful = {hit.meta.anchor_id for hit in group if hit.matches or hit.prefix_tokens}
             if holder == self._me or useful <= covered or remote == REMOTE_SEQUENCES_MAX:
                 continue
             remote += 1
             covered |= useful
-            prefix_tokens = max(hit.prefix_tokens for hit in hits)
-            for anchors in _without_gaps([hit.meta for hit in hits]):
+            prefix_tokens = max(hit.prefix_tokens for hit in group)
+            for anchors in _without_gaps([hit.meta for hit in group]):
                 stretches.append(_Stretch(holder, sequence_id, anchors, prefix_tokens))
         return stretches
 
