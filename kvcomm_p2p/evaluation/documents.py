@@ -67,7 +67,7 @@ _QUESTIONS = (
     "Which question does the text above leave open?",
 )
 
-_FALLBACK_MODULES = ("argparse", "decimal", "typing", "datetime", "subprocess", "random", "statistics", "logging")
+_FALLBACK_MODULES = ("argparse", "decimal", "pathlib", "datetime", "threading", "random", "statistics", "logging")
 _PARAGRAPH_CHARACTERS_MIN = 40
 _TOKEN_CHARACTERS_MAX = 16
 """On average over a text, generously."""
@@ -119,19 +119,17 @@ def cut_documents(tokenizer: Any, tokens: int, count: int) -> list[Document]:
     return found
 
 
-def topic_document(tokenizer: Any, topic: str, tokens: int) -> Document:
-    """The beginning of one topic (a key of `pydoc_data.topics`, e.g. "execmodel"), at least `tokens` tokens of it.
+def topic_text(topic: str, characters: int) -> str:
+    """The beginning of one topic (a key of `pydoc_data.topics`, e.g. "execmodel"), at least `characters` characters of it
+    and whole paragraphs, without a tokenizer.
 
-    Goes on with other topics if that one is shorter or, in this Python, missing. Raises UsageError if all of them do
-    not suffice.
+    Goes on with other topics if that one is shorter or, in this Python, missing.
     """
     texts = _texts()
     order = sorted(texts, key=lambda name: (name != topic, -len(texts[name]), name))
     text = "\n\n".join(texts[name].strip() for name in order)
-    document = _cut(tokenizer, _title(order[0], texts[order[0]])[0], text, tokens)
-    if document is None:
-        raise UsageError(f"the standard library's texts do not give a document of {tokens} tokens")
-    return document
+    end = text.find("\n\n", characters)
+    return text if end < 0 else text[:end]
 
 
 def shortened(tokenizer: Any, document: Document, tokens: int) -> Document:
