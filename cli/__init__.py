@@ -9,9 +9,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line (default: sys.argv) and leaves the process with one of the exit codes of `docs/cli.md`."""
     try:
         from kvcomm_p2p.cli.app import app
-        from kvcomm_p2p.settings import share_cores
 
-        share_cores()
         app(args=None if arguments is None else list(arguments), prog_name="kvcomm")
     except KeyboardInterrupt:
         # Before a command has begun to guard itself.

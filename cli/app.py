@@ -12,6 +12,7 @@ from kvcomm_p2p import __version__
 from kvcomm_p2p.cli.bench import bench
 from kvcomm_p2p.cli.models import models
 from kvcomm_p2p.cli.outcome import guarded
+from kvcomm_p2p.cli.output import stderr, stdout, write_text
 from kvcomm_p2p.cli.setup import load_settings
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -110,6 +111,7 @@ def up(
     agents_file = numbered(count, model) if count is not None else read_agents_file(file or Path("agents.toml"))
     if model is not None:
         agents_file = replace(agents_file, model=model)
+    load_settings()
     raise typer.Exit(run_up(agents_file, as_json=as_json))
 
 
@@ -149,3 +151,25 @@ def status(
     from kvcomm_p2p.cli.status import run_status
 
     run_status(load_settings().runtime_dir, node, as_json=as_json)
+
+
+@app.command()
+@guarded
+def demo(
+    model: ModelOption = None,
+    tokens: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Longest answer, in tokens.")] = 40,
+    as_json: AsJson = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="PATH", help="Also write the results object to a file.")
+    ] = None,
+) -> None:
+    """Watch three agent processes answer questions about one document that only the first has read."""
+    load_settings()
+    from kvcomm_p2p.cli.node import DEFAULT_MODEL
+    from kvcomm_p2p.evaluation.demo import run
+
+    result = run(stderr() if as_json else stdout(), model=model or DEFAULT_MODEL, tokens=tokens, json=as_json)
+    if save is not None:
+        result.write(save)
+    if as_json:
+        write_text(result.to_json() + "\n")

@@ -10,6 +10,7 @@ import typer
 
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, stdout, write_text
+from kvcomm_p2p.cli.setup import load_settings
 
 if TYPE_CHECKING:
     from kvcomm_p2p.evaluation.results import Result
@@ -54,6 +55,7 @@ def _given(model: str | None) -> dict[str, Any]:
 
 
 def _measure(name: str, as_json: bool, save: Path | None, **options: Any) -> None:
+    load_settings()
     result: Result = import_module(f"kvcomm_p2p.evaluation.{name}").run(stderr(), **options)
     if save is not None:
         result.write(save)

@@ -9,7 +9,11 @@ if TYPE_CHECKING:
 
 
 def load_settings() -> Settings:
-    """Settings of this process, from the file and the environment. Raises ConfigError listing every problem."""
-    from kvcomm_p2p.settings import Settings
+    """Settings of this process, from the file and the environment. Raises ConfigError listing every problem.
 
+    Call it before anything imports torch: it also lets the OpenMP threads of this process and its children share cores.
+    """
+    from kvcomm_p2p.settings import Settings, share_cores
+
+    share_cores()
     return Settings.from_env()
