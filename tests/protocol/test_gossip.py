@@ -209,3 +209,13 @@ def test_nothing_is_asked_about_who_left(left: bool) -> None:
     reader = replicas(1)
     (entry,) = reader.digest([Known(record(0), 3, not left)])
     assert (entry.max_seq == m.COUNTER_MAX) is left
+
+
+def test_a_delta_that_leaves_out_deletions_we_never_saw_is_not_applied() -> None:
+    reader = replicas(1)
+    member = record(0)
+    puts = tuple(m.Put.of(seq, meta(seq)) for seq in (1, 2, 3))
+    reader.apply(m.OriginDelta(member, 1, False, 0, 3, 0, puts))
+    assert reader.apply(m.OriginDelta(member, 1, False, 2, 6, 5, (m.Put.of(6, meta(6)),))) is None
+    log = reader.log(member.node_id)
+    assert log is not None and log.max_seq == 3
