@@ -221,3 +221,13 @@ def test_compiles_ahead_of_time_without_a_gpu(capability: str, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     sizes = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(sizes) == 2 and min(sizes) > 1000
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_map_of_consecutive_positions(twin: str) -> None:
+    keys, values = source(12)
+    position_map = torch.arange(4, 9)
+    out_keys, out_values = run(twin, keys, values, position_map, 5, -3, frequencies(8), False)
+    expected = truth(keys, position_map, torch.full((5,), -3), frequencies(8), False)
+    torch.testing.assert_close(out_keys.double(), expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(out_values, values[:, :, 4:9])
