@@ -7,6 +7,7 @@ reports back with further events. Bytes of KV never enter: handles do.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Union
 
@@ -126,13 +127,15 @@ class FetchRequested:
     """Pull `wants` (in this order) from `holder`. Answered once by FinishFetch, by `deadline`.
 
     A block that another fetch already has in flight is not asked for twice: this fetch waits for that one and reports
-    the other's handle.
+    the other's handle. `stall_s`: give up after this many seconds without progress, if that is sooner than the node's own
+    `pull_stall_timeout_s` (a request that has lost time already has less left to lose).
     """
 
     fetch_id: int
     holder: NodeId
     wants: tuple[Want, ...]
     deadline: float
+    stall_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

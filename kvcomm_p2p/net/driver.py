@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,10 +204,14 @@ class Driver:
             self._tokens.pop(request_id, None)
 
     async def fetch(
-        self, holder: NodeId, blocks: Sequence[tuple[BlockKey, int, bytes]], deadline_s: float
+        self,
+        holder: NodeId,
+        blocks: Sequence[tuple[BlockKey, int, bytes]],
+        deadline_s: float,
+        stall_s: float = math.inf,
     ) -> FetchResult:
         """Loop. Pull blocks, given as (key, kv_bytes, SHA-256), in this order. Cancelling the awaiting task cancels
-        the pull.
+        the pull; `stall_s` as in FetchRequested.
 
         Raises ValueError if a key comes twice or a size is not positive.
         """
@@ -218,7 +223,7 @@ class Driver:
         fetch_id = self._take_id()
         future: asyncio.Future[FetchResult] = self._loop.create_future()
         self._fetches[fetch_id] = (future, wants)
-        self._interpreter.handle(FetchRequested(fetch_id, holder, wants, self._loop.time() + deadline_s))
+        self._interpreter.handle(FetchRequested(fetch_id, holder, wants, self._loop.time() + deadline_s, stall_s))
         try:
             return await future
         except asyncio.CancelledError:

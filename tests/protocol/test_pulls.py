@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,14 @@ def test_frozen_holder_costs_no_more_than_the_stall_timeout_and_is_not_asked_aga
     (again,) = of(node.handle(request(2), wake_at + 0.01), ev.FinishFetch)
     assert reasons(again) == [MissReason.STALLED] * 2 and again.wait_lost_s == 0.0
     assert pull_ids(node.handle(request(3), wake_at + 1.01)) == [2]
+
+
+def test_a_request_that_has_lost_time_already_waits_less() -> None:
+    node = puller()
+    node.handle(replace(request(), stall_s=0.05), 1.0)
+    assert node.next_deadline() <= 1.05
+    (finish,) = of(node.handle(ev.TimerExpired(), 1.05), ev.FinishFetch)
+    assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(0.05)
 
 
 def test_penalties_double_and_end_with_a_delivery() -> None:
