@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, Sequen
 from kvcomm_p2p.protocol.messages import MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.store import BlockStore
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TOKEN_BYTES = 46_080
 """SmolLM2-135M in float32: 30 layers, 3 kv-heads, 64 + 64 dims."""
@@ -67,6 +71,12 @@ def measure(runs: int = 15, seed: int = 0) -> Result:
                 hashlib.sha256(buffer).digest()
                 digest.append(time.perf_counter() - started)
     return Result("bench pull", _rows(plain[2:], pulled[2:], unchecked[2:], digest[2:]), seed)
+
+
+def run(console: Console, runs: int = 15) -> Result:
+    """`measure` with a word about progress on `console`."""
+    with console.status(f"pulling 32 MiB from another process, {runs + 2} turns of each way"):
+        return measure(runs)
 
 
 def _rows(plain: list[float], pulled: list[float], unchecked: list[float], digest: list[float]) -> list[Row]:
