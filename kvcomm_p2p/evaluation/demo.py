@@ -149,21 +149,23 @@ def _account(turn: Turn) -> str:
     line += f"; its first word came after {turn.reply['ttft_s']:.2f} s"
     if turn.comparison:
         line += f", instead of {turn.comparison['dense_ttft_s']:.2f} s"
-    return line + (f" ({report['fallback']})" if report["fallback"] else "")
+    if not turn.taken or report["fallback"]:
+        reasons = [report["fallback"]] if report["fallback"] else [miss["detail"] for miss in report["misses"]]
+        line += "".join(f" ({reason})" for reason in dict.fromkeys(reasons) if reason)
+    return line
 
 
 def _tell_figures(console: Console, turns: list[Turn]) -> None:
     console.print()
     console.print(_table(turns))
-    later = [turn for turn in turns if turn.sooner and turn.taken]
-    if later:
-        gains = " and ".join(f"{turn.sooner:.1f} times sooner for {turn.agent}" for turn in later)
+    gains = [f"{turn.sooner:.1f} times sooner for {turn.agent}" for turn in turns if turn.sooner and turn.sooner > 1.05]
+    if gains:
         verdict = (
-            f"The first word came {gains}. Both times were measured in the same process, one right after the other, with "
-            "the same model.\n"
+            f"The first word came {' and '.join(gains)}. Both times were measured in the same process, one right after "
+            "the other, with the same model.\n"
         )
     else:
-        verdict = "Nothing was taken over this time: every agent read everything itself, which the table explains.\n"
+        verdict = "Nothing was gained this time: the table and the lines above say who read what, and why.\n"
     console.print(
         verdict
         + "Notes from another agent are nearly, not exactly, what reading everything gives, because the other one "
