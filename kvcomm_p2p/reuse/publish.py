@@ -27,6 +27,7 @@ from kvcomm_p2p.planning.types import Plan, SpanKind
 from kvcomm_p2p.planning.winnow import fingerprints
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor
 from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId, ChainHash, SequenceId
+from kvcomm_p2p.protocol.pool import stricter
 from kvcomm_p2p.reuse.blocks import copy_block
 from kvcomm_p2p.reuse.lineage import Lineage
 from kvcomm_p2p.reuse.pulling import Pulled
@@ -108,12 +109,14 @@ class Publisher:
 
         Takes over the handles: those of pieces too short to keep are dropped.
         """
-        for anchor in pulled.anchors.values():
-            for held in await self._run(partial(self._replicas_of, anchor, pulled)):
-                await self._driver.publish([held])
-        for handle in pulled.handles.values():
-            self._store.drop(handle)
-        pulled.handles.clear()
+        try:
+            for anchor in pulled.anchors.values():
+                for held in await self._run(partial(self._replicas_of, anchor, pulled)):
+                    await self._driver.publish([held])
+        finally:
+            for handle in pulled.handles.values():
+                self._store.drop(handle)
+            pulled.handles.clear()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -157,7 +160,9 @@ class Publisher:
         """Copy, hash and publish the anchors that are not held yet, first to last."""
         self._lineage.add([segment.meta for segment in segments], variant, before)
         for segment in segments:
-            if self._driver.held(segment.meta.anchor_id) is not None:
+            held = self._driver.held(segment.meta.anchor_id)
+            # One that became stricter is published again: the pool keeps the strictest, and peers are told.
+            if held is not None and stricter(held.meta, segment.meta) == held.meta:
                 await self._driver.touch([segment.meta.anchor_id])
                 continue
             buffers, digests = await self._run(partial(_copy_anchor, cache, segment.meta))

@@ -231,9 +231,7 @@ async def publish_forged(
     )
     for segment in segments:
         start = segment.meta.start
-        ends = [
-            start + index * BLOCK_TOKENS + segment.meta.block_tokens(index) for index in range(segment.meta.blocks)
-        ]
+        ends = [start + index * BLOCK_TOKENS + segment.meta.block_tokens(index) for index in range(segment.meta.blocks)]
         starts = [start + index * BLOCK_TOKENS for index in range(segment.meta.blocks)]
         true = [bytearray(copy_block(cache, low, high)) for low, high in zip(starts, ends, strict=True)]
         blocks = [bytes(block) for block in forge(true, segment)]
@@ -257,7 +255,5 @@ def block_views(runner: ModelRunner, block: bytearray) -> tuple[torch.Tensor, to
 
 def greedy(runner: ModelRunner, ids: Sequence[int], tokens: int) -> list[int]:
     """Tokens of a plain greedy continuation by transformers alone."""
-    out = runner.model.generate(
-        torch.tensor([list(ids)]), max_new_tokens=tokens, do_sample=False, pad_token_id=2
-    )
+    out = runner.model.generate(torch.tensor([list(ids)]), max_new_tokens=tokens, do_sample=False, pad_token_id=2)
     return [int(token) for token in out[0, len(ids) :]]

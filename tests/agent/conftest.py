@@ -30,9 +30,7 @@ def _one_thread() -> None:
 def chat_tokenizer(tiny_tokenizer: Any) -> Any:
     """Bytes as tokens, with a chat template."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
-    )
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
     return tokenizer
 
 

@@ -129,9 +129,7 @@ def test_digests_that_are_not_those_of_the_blocks(
 ) -> None:
     reason = "exact_only" if mode == "exact" and prompt is MOVED else "digest_mismatch"
     asyncio.run(
-        refused(
-            make_agent, runner, prompt, reason, mode, digest_of=lambda data: hashlib.sha256(data + b"!").digest()
-        )
+        refused(make_agent, runner, prompt, reason, mode, digest_of=lambda data: hashlib.sha256(data + b"!").digest())
     )
 
 

@@ -1,0 +1,351 @@
+"""What is published, who may see it, and that the pool stays within its budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_cases import (
+    adds_up,
+    eventually,
+    fill,
+    is_dense,
+    joined,
+    listed,
+    met,
+    no_leaks,
+    pool_metas,
+    random_ids,
+    reasons,
+    settings_in,
+    shared,
+)
+
+from kvcomm_p2p.agent import Agent
+from kvcomm_p2p.model.decoding import Sampling
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.prompts import Text
+from kvcomm_p2p.protocol.anchors import AnchorMeta, Miss, MissReason, Visibility
+
+MakeAgent = Callable[..., Agent]
+
+DOCUMENT = random_ids(60, 192)
+QUESTION = joined(random_ids(61, 21), DOCUMENT, random_ids(62, 20))
+
+
+async def ask_tokens(asker: Agent, holder: Agent, meta: AnchorMeta) -> Any:
+    """What a peer answers when asked outright for an anchor."""
+    stack = asker._running()
+    answer = await asyncio.wrap_future(stack.driver.run(stack.driver.tokens(holder.node_id, meta, 5.0)))
+    return answer.result
+
+
+async def ask_blocks(asker: Agent, holder: Agent, meta: AnchorMeta) -> set[MissReason]:
+    """Why a peer does not give the blocks of an anchor; an empty set if it gives any."""
+    stack = asker._running()
+    held = await asyncio.wrap_future(holder._running().driver.run(_held(holder, meta)))
+    wants = [
+        ((meta.anchor_id, index), meta.kv_bytes // meta.tokens * meta.block_tokens(index), held.digests[index])
+        for index in range(meta.blocks)
+    ]
+    result = await asyncio.wrap_future(stack.driver.run(stack.driver.fetch(holder.node_id, wants, 5.0)))
+    for handle in result.found.values():
+        stack.store.drop(handle)
+    return set() if result.found else {miss.reason for miss in result.missed.values()}
+
+
+async def _held(agent: Agent, meta: AnchorMeta) -> Any:
+    return agent._running().driver.held(meta.anchor_id)
+
+
+def test_private_text_never_leaves_nor_what_stands_behind_it(make_agent: MakeAgent) -> None:
+    before, behind = "public words " * 12, " words that are public, but stand behind a secret " * 4
+    secret = "the password is swordfish, tell nobody at all. " * 4
+
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            reply = await ann.generate(
+                before + "{secret}" + behind,
+                slots={"secret": Text(secret, "private")},
+                sampling=Sampling(max_new_tokens=40),
+            )
+            ((start, _),) = reply.report.slots["secret"]
+            await ann.settled()
+            metas = await pool_metas(ann)
+            public = [meta for meta in metas if meta.visibility is Visibility.PUBLIC]
+            private = [meta for meta in metas if meta.visibility is Visibility.PRIVATE]
+            assert max(meta.end for meta in public) <= start
+            assert max(meta.end for meta in private) > reply.report.prompt_tokens, "the answer is private too"
+            await shared(ann, bob)
+            assert await listed(bob, ann) == {meta.anchor_id for meta in public}
+            for meta in private:
+                answer = await ask_tokens(bob, ann, meta)
+                assert isinstance(answer, Miss) and answer.reason is MissReason.NOT_FOUND
+                assert await ask_blocks(bob, ann, meta) == {MissReason.NOT_FOUND}
+            for meta in public:
+                assert not isinstance(await ask_tokens(bob, ann, meta), Miss)
+                assert await ask_blocks(bob, ann, meta) == set()
+            # Neither the secret nor what follows it is found by a peer with the same text.
+            other = await bob.generate(secret + behind, sampling=Sampling(max_new_tokens=1))
+            assert other.report.exact_tokens == other.report.reused_tokens == other.report.pulled_tokens == 0
+            # The owner goes on with it.
+            again = await ann.generate(
+                before + secret + behind + "?", visibility="private", sampling=Sampling(max_new_tokens=1)
+            )
+            assert again.report.exact_tokens > 300
+            await no_leaks(ann, bob)
+
+    asyncio.run(run())
+
+
+def test_a_private_prompt_stays_private(make_agent: MakeAgent) -> None:
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            await fill(ann, DOCUMENT, visibility="private")
+            await fill(ann, random_ids(63, 100))
+            await shared(ann, bob)
+            assert len(await listed(bob, ann)) == 1
+            ours = await fill(bob, QUESTION)
+            assert ours.report.recomputed_tokens == len(QUESTION)
+            # The same tokens published openly later do not open what is private, the strictest wins.
+            await fill(ann, DOCUMENT)
+            await shared(ann, bob)
+            assert len(await listed(bob, ann)) == 1
+
+    asyncio.run(run())
+
+
+def test_text_that_becomes_private_is_withdrawn(make_agent: MakeAgent) -> None:
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            await fill(ann, DOCUMENT)
+            await shared(ann, bob)
+            assert len(await listed(bob, ann)) == 1
+            await fill(ann, DOCUMENT, visibility="private")
+            await ann.settled()
+            assert {meta.visibility for meta in await pool_metas(ann)} == {Visibility.PRIVATE}
+            await shared(ann, bob)
+            assert await listed(bob, ann) == set()
+            await no_leaks(ann)
+
+    asyncio.run(run())
+
+
+def test_groups_share_among_themselves(make_agent: MakeAgent) -> None:
+    async def run() -> None:
+        async with (
+            make_agent("ann", groups=["red"]) as ann,
+            make_agent("bob", join=[ann.address], groups=["blue", "red"]) as bob,
+            make_agent("eve", join=[ann.address], groups=["blue"]) as eve,
+        ):
+            await met(ann, bob, eve)
+            await fill(ann, DOCUMENT, visibility="group", group="red")
+            await ann.settled()
+            (meta,) = await pool_metas(ann)
+            assert meta.visibility is Visibility.GROUP
+            answer = await ask_tokens(eve, ann, meta)
+            assert isinstance(answer, Miss) and answer.reason is MissReason.NOT_FOUND
+            assert await ask_blocks(eve, ann, meta) == {MissReason.NOT_FOUND}
+            inside = await eventually_reused(bob)
+            assert inside.report.sources == {"ann": 176}
+            outside = await fill(eve, QUESTION)
+            assert outside.report.recomputed_tokens == len(QUESTION)
+            # A member's replica is as closed as the original.
+            await bob.settled()
+            assert isinstance(await ask_tokens(eve, bob, meta), Miss)
+
+    async def eventually_reused(agent: Agent) -> Any:
+        for _ in range(200):
+            filled = await fill(agent, QUESTION, visibility="group", group="red")
+            if filled.report.reused_tokens:
+                return filled
+            await asyncio.sleep(0.01)
+        raise AssertionError("a member never found the group's anchor")
+
+    asyncio.run(run())
+
+
+def test_prompt_and_answer_become_anchors_that_others_quote(make_agent: MakeAgent, runner: ModelRunner) -> None:
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            for seed in range(40):  # random weights end most answers early
+                sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=130)
+                reply = await ann.generate(f"Story {seed}", sampling=sampling)
+                if reply.finish_reason == "length":
+                    break
+            answer = np.array(reply.token_ids, dtype=np.uint32)
+            assert len(answer) == 130
+            await shared(ann, bob)
+            metas = await pool_metas(ann)
+            assert max(meta.end for meta in metas) == reply.report.prompt_tokens + len(answer) - 1
+            quoting = joined(random_ids(64, 50), answer, random_ids(65, 10))
+            ours = await fill(bob, quoting)
+            assert adds_up(ours.report)
+            (span,) = [span for span in ours.report.spans if span.kind == "reuse"]
+            assert span.source == "ann" and span.end >= 50 + len(answer) - 1
+            assert span.donor_start - reply.report.prompt_tokens == span.start - 50
+            await no_leaks(ann, bob)
+
+    asyncio.run(run())
+
+
+def test_the_same_prompt_again_takes_no_more_memory(make_agent: MakeAgent) -> None:
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            await fill(ann, DOCUMENT)
+            await shared(ann, bob)
+            for agent, prompt in ((ann, DOCUMENT), (bob, QUESTION)):
+                await fill(agent, prompt)
+                await agent.settled()
+                before = agent.status()
+                for _ in range(3):
+                    await fill(agent, prompt)
+                    await agent.settled()
+                after = agent.status()
+                assert (after.pool_bytes, after.anchors) == (before.pool_bytes, before.anchors), agent.name
+            text = "Once upon a time there was a river that ran through a wide green valley to the sea."
+            sizes = []
+            for _ in range(3):
+                await ann.generate(text, sampling=Sampling(max_new_tokens=40))
+                await ann.settled()
+                sizes.append((ann.status().pool_bytes, ann.status().anchors))
+            assert len(set(sizes)) == 1, sizes
+            await no_leaks(ann, bob)
+
+    asyncio.run(run())
+
+
+def test_replicas_serve_when_the_origin_is_gone(make_agent: MakeAgent, runner: ModelRunner) -> None:
+    async def run() -> None:
+        async with make_agent("bob") as bob, make_agent("cyd", join=[bob.address]) as cyd:
+            async with make_agent("ann", join=[bob.address]) as ann:
+                await fill(ann, DOCUMENT)
+                await shared(ann, bob)
+                (origin,) = await pool_metas(ann)
+                ours = await fill(bob, QUESTION)
+                assert ours.report.sources == {"ann": 176}
+                await shared(bob, cyd)
+            await eventually(
+                lambda: all(peer["state"] != "alive" for peer in cyd.status().peers if peer["name"] == "ann"),
+                "cyd knows that ann left",
+            )
+            assert origin in await pool_metas(bob)
+            third = await fill(cyd, joined(random_ids(66, 40), DOCUMENT, random_ids(67, 9)))
+            assert third.report.sources == {"bob": 176}
+            assert third.report.residual is not None
+            prefixed = joined(DOCUMENT, random_ids(68, 30))
+            exact = await fill(cyd, prefixed, "exact")
+            assert exact.report.exact_tokens == len(DOCUMENT)
+            assert is_dense(exact, runner, prefixed)
+            await no_leaks(bob, cyd)
+
+    asyncio.run(run())
+
+
+def test_kv_is_repaired_once_at_most_before_it_is_published(make_agent: MakeAgent) -> None:
+    """The document moves from agent to agent; what has two repairs behind it stays at home."""
+
+    async def run() -> None:
+        async with (
+            make_agent("ann") as ann,
+            make_agent("bob", join=[ann.address]) as bob,
+            make_agent("cyd", join=[ann.address]) as cyd,
+        ):
+            inner = random_ids(69, 128)
+            await fill(ann, DOCUMENT)
+            await shared(ann, bob)
+            # Behind reused KV, `inner` is computed: it has one repair behind it.
+            assert (await fill(bob, joined(QUESTION, inner))).report.reused_tokens > 0
+            await shared(bob, cyd)
+            once = [meta for meta in await pool_metas(bob) if meta.hops == 1]
+            assert once and {meta.visibility for meta in once} == {Visibility.PUBLIC}
+            ours = await fill(cyd, joined(random_ids(70, 75), inner, random_ids(71, 64)))
+            assert ours.report.sources == {"bob": 96 + 16} or ours.report.reused_tokens > 64
+            await cyd.settled()
+            twice = [meta for meta in await pool_metas(cyd) if meta.hops > 1]
+            assert twice and {meta.visibility for meta in twice} == {Visibility.PRIVATE}
+            assert max(meta.hops for meta in await pool_metas(cyd)) == 2
+            await shared(cyd, ann)
+            assert not {meta.anchor_id for meta in twice} & await listed(ann, cyd)
+
+    asyncio.run(run())
+
+
+def test_the_pool_keeps_its_budget_and_answers_stay_right(make_agent: MakeAgent, runner: ModelRunner) -> None:
+    budget = runner.spec.layout.block_bytes(600)
+
+    async def run() -> None:
+        async with (
+            make_agent("ann", pool_bytes_max=budget) as ann,
+            make_agent("bob", join=[ann.address], pool_bytes_max=budget) as bob,
+        ):
+            documents = [random_ids(80 + number, 150) for number in range(8)]
+            reused = 0
+            for number in range(24):
+                agent = (ann, bob)[number % 2]
+                document = documents[0 if number % 3 else number % 8]
+                prompt = joined(document, random_ids(100 + number, 40))
+                filled = await fill(agent, prompt, "exact")
+                await agent.settled()
+                reused += filled.report.exact_tokens
+                assert is_dense(filled, runner, prompt), number
+                assert 0 < agent.status().pool_bytes <= budget
+            assert reused > 1000
+            await no_leaks(ann, bob)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_larger_than_the_pool(make_agent: MakeAgent, runner: ModelRunner) -> None:
+    async def run() -> None:
+        async with make_agent("ann", pool_bytes_max=runner.spec.layout.block_bytes(64)) as ann:
+            ids = random_ids(72, 1200)
+            filled = await fill(ann, ids)
+            await ann.settled()
+            assert is_dense(filled, runner, ids)
+            assert ann.status().pool_bytes <= runner.spec.layout.block_bytes(64)
+            await no_leaks(ann)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["weights", "dtype", "tokenizer"])
+def test_another_model_of_the_same_name_is_never_mixed_up(
+    make_agent: MakeAgent, runner: ModelRunner, tiny_llama: Any, what: str
+) -> None:
+    import copy
+
+    from agent_cases import ANYTHING_GOES, with_profile
+
+    model, tokenizer = runner.model, runner.tokenizer
+    if what == "weights":
+        model = tiny_llama(seed=1, vocab_size=259, max_position_embeddings=2048)
+    elif what == "dtype":
+        model = copy.deepcopy(model).bfloat16()
+    else:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_tokens(["<kv>"])
+    other = with_profile(ModelRunner.from_model(model, tokenizer, "tiny"), ANYTHING_GOES)
+
+    async def run() -> None:
+        async with make_agent("ann", model=other) as ann, make_agent("bob", join=[ann.address]) as bob:
+            await fill(ann, DOCUMENT)
+            await shared(ann, bob)
+            assert ann.status().model == bob.status().model and ann.status().model_id != bob.status().model_id
+            for prompt in (QUESTION, joined(DOCUMENT, random_ids(73, 20))):
+                ours = await fill(bob, prompt, publish=False)
+                assert reasons(ours.report) == {"model_mismatch"}
+                assert ours.report.pulled_bytes == 0
+                assert is_dense(ours, runner, prompt)
+
+    asyncio.run(run())
+
+
+def test_settings_give_every_agent_the_same_cluster_key(tmp_path: Any) -> None:
+    from kvcomm_p2p.net.keys import load_cluster_keys
+
+    folder = settings_in(tmp_path).state_dir
+    assert load_cluster_keys(folder) == load_cluster_keys(folder)
