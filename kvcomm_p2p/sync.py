@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 from kvcomm_p2p.agent import Agent, Prefilled, Reply
 from kvcomm_p2p.agent_status import AgentStatus
+from kvcomm_p2p.errors import UsageError
 
 FINISH_S = 2.0
 
@@ -26,8 +28,8 @@ class SyncAgent:
     def __init__(self, name: str, **options: Any) -> None:
         """Options are those of `Agent`."""
         self.agent = Agent(name, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvcomm-sync", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> SyncAgent:
         self.start()
@@ -38,6 +40,10 @@ class SyncAgent:
 
     def start(self) -> None:
         """See `Agent.start`."""
+        if self._loop is not None:
+            raise UsageError(f"agent {self.agent.name!r} is already running")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvcomm-sync", daemon=True)
         self._thread.start()
         try:
             self._wait(self.agent.start())
@@ -47,7 +53,7 @@ class SyncAgent:
 
     def close(self) -> None:
         """See `Agent.close`."""
-        if self._thread.is_alive():
+        if self._loop is not None:
             self._wait(self.agent.close())
             self._stop()
 
@@ -79,7 +85,7 @@ class SyncAgent:
                 items.put(error)
                 raise
 
-        future = asyncio.run_coroutine_threadsafe(feed(), self._loop)
+        future = self._submit(feed())
         try:
             while True:
                 item = items.get()
@@ -91,8 +97,16 @@ class SyncAgent:
         finally:
             future.cancel()
 
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._loop is None:
+            work.close()
+            raise UsageError(
+                f"agent {self.agent.name!r} is not running: use 'with SyncAgent(...)' or call start() first"
+            )
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._submit(work)
         try:
             return future.result()
         except BaseException:
@@ -100,17 +114,21 @@ class SyncAgent:
             raise
 
     def _stop(self) -> None:
-        self._wait(self._finish())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        self._wait(self._finish(loop))
+        self._loop = None
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
-    async def _finish(self) -> None:
+    async def _finish(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let streams that were left early end, then the loop's own threads."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         if others:
             await asyncio.wait(others, timeout=FINISH_S)
-        await self._loop.shutdown_asyncgens()
-        await self._loop.shutdown_default_executor()
+        await loop.shutdown_asyncgens()
+        await loop.shutdown_default_executor()

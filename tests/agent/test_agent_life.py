@@ -360,9 +360,7 @@ def test_cancel_all_tells_the_callers(make_agent: MakeAgent, never_ends: None) -
             loop = asyncio.get_running_loop()
             tasks = [
                 asyncio.create_task(
-                    ann.generate(
-                        f"Go on {n}", sampling=ENDLESS, on_text=lambda _: loop.call_soon_threadsafe(seen.set)
-                    )
+                    ann.generate(f"Go on {n}", sampling=ENDLESS, on_text=lambda _: loop.call_soon_threadsafe(seen.set))
                 )
                 for n in range(3)
             ]
@@ -440,9 +438,7 @@ def test_a_peer_that_stops_during_a_fill(make_agent: MakeAgent, runner: ModelRun
 
 
 @pytest.mark.parametrize("frozen_before", ["tokens", "blocks"])
-def test_a_peer_that_freezes(
-    make_agent: MakeAgent, runner: ModelRunner, monkeypatch: Any, frozen_before: str
-) -> None:
+def test_a_peer_that_freezes(make_agent: MakeAgent, runner: ModelRunner, monkeypatch: Any, frozen_before: str) -> None:
     from kvcomm_p2p.reuse.pulling import Puller
 
     pull = Puller.pull
