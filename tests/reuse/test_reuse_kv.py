@@ -1,0 +1,330 @@
+"""Blocks as bytes, checks of pulled blocks, alignment, the guard, and repair of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reuse_cases import LAYOUT, donor, meta, plan_of
+
+from kvcomm_p2p.errors import CancelledByCaller
+from kvcomm_p2p.model.cache import KVCache
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.model.spec import Profile
+from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.types import Costs, Span, SpanKind
+from kvcomm_p2p.prompts import PreparedPrompt
+from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
+from kvcomm_p2p.reuse.align import align_span
+from kvcomm_p2p.reuse.blocks import block_tensors, copy_block
+from kvcomm_p2p.reuse.checks import LAYER0_ERROR_MAX, PulledBlock, failed_blocks
+from kvcomm_p2p.reuse.engine import ReuseEngine
+from kvcomm_p2p.reuse.guard import keep_head, residual
+from kvcomm_p2p.reuse.pulling import Pulled
+
+
+def noise_cache(rows: int, dtype: str = "float32", seed: int = 0) -> KVCache:
+    layout = replace(LAYOUT, dtype=dtype)
+    cache = KVCache(layout, rows)
+    generator = torch.Generator().manual_seed(seed)
+    cache.keys.copy_(torch.randn(cache.keys.shape, generator=generator))
+    cache.values.copy_(torch.randn(cache.values.shape, generator=generator))
+    cache.length = rows
+    return cache
+
+
+# ---------------------------------------------------------------------------------------------------------------- blocks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("start", "end"), [(0, 32), (32, 64), (64, 65), (5, 36)])
+def test_blocks_round_trip(dtype: str, start: int, end: int) -> None:
+    cache = noise_cache(70, dtype)
+    block = copy_block(cache, start, end)
+    assert block.nbytes == cache.layout.block_bytes(end - start)
+    keys, values = block_tensors(block, cache.layout, end - start)
+    assert torch.equal(keys, cache.keys[:, 0, :, start:end])
+    assert torch.equal(values, cache.values[:, 0, :, start:end])
+    # Keys come first, layers outermost, whatever the tensor library says.
+    raw = np.frombuffer(block, dtype=np.uint8)
+    first = cache.keys[0, 0, 0, start].contiguous().view(torch.uint8).numpy()
+    assert (raw[: len(first)] == first).all()
+    last = cache.values[-1, 0, -1, end - 1].contiguous().view(torch.uint8).numpy()
+    assert (raw[-len(last) :] == last).all()
+
+
+def test_blocks_are_views_that_keep_their_bytes_alive() -> None:
+    block = copy_block(noise_cache(32), 0, 32)
+    keys, values = block_tensors(block.toreadonly(), LAYOUT, 32)
+    expected = keys.clone(), values.clone()
+    del block
+    junk = [np.random.default_rng(i).bytes(20_000) for i in range(50)]
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1]) and junk
+
+
+def test_copies_do_not_change_with_the_slab() -> None:
+    cache = noise_cache(32)
+    block = copy_block(cache, 0, 32)
+    before = bytes(block)
+    cache.keys.zero_()
+    assert bytes(block) == before
+
+
+@pytest.mark.parametrize("kv_bytes", [0, 31, LAYOUT.block_bytes(31), LAYOUT.block_bytes(33)])
+def test_blocks_of_another_size_are_refused(kv_bytes: int) -> None:
+    with pytest.raises(ValueError, match="32 tokens"):
+        block_tensors(memoryview(bytes(kv_bytes)), LAYOUT, 32)
+
+
+# ---------------------------------------------------------------------------------------------------------------- checks
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def runner(request: pytest.FixtureRequest, tiny_llama: Callable[..., Any]) -> ModelRunner:
+    model = tiny_llama().to(getattr(torch, request.param))
+    return ModelRunner.from_model(model, None, request.param)
+
+
+@pytest.fixture(scope="module")
+def float_runner(tiny_llama: Callable[..., Any]) -> ModelRunner:
+    return ModelRunner.from_model(tiny_llama(), None, "float32")
+
+
+IDS = np.random.default_rng(0).integers(3, 256, 100).astype(np.uint32)
+
+
+def pulled_blocks(runner: ModelRunner, ids: Any = IDS) -> tuple[list[PulledBlock], KVCache]:
+    """True blocks of a prompt, the last one partial."""
+    cache = runner.new_cache(len(ids))
+    assert isinstance(cache, KVCache)
+    runner.prefill(ids.astype(np.int64), cache)
+    blocks = []
+    for index, start in enumerate(range(0, len(ids), 32)):
+        end = min(start + 32, len(ids))
+        key = BlockKey(meta(1, 0, len(ids)).anchor_id, index)
+        blocks.append(PulledBlock(key, copy_block(cache, start, end), b"", ids[start:end], start))
+    return blocks, cache
+
+
+def test_true_blocks_pass_in_every_dtype(runner: ModelRunner) -> None:
+    assert failed_blocks(runner, pulled_blocks(runner)[0]) == {}
+    assert failed_blocks(runner, []) == {}
+
+
+def test_true_blocks_pass_with_room_to_spare(float_runner: ModelRunner) -> None:
+    """A block computed by another call shape, and rounded on the way, is the same block."""
+    blocks, cache = pulled_blocks(float_runner)
+    for block in blocks:
+        keys, values = block_tensors(block.data, float_runner.spec.layout, len(block.token_ids))
+        keys.mul_(1 + 0.3 * LAYER0_ERROR_MAX["float32"])
+        values.mul_(1 - 0.3 * LAYER0_ERROR_MAX["float32"])
+    assert failed_blocks(float_runner, blocks) == {}
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_small_differences_beyond_rounding_fail(float_runner: ModelRunner, part: str) -> None:
+    blocks, _ = pulled_blocks(float_runner)
+    keys, values = block_tensors(blocks[1].data, float_runner.spec.layout, 32)
+    (keys if part == "keys" else values).mul_(1 + 3 * LAYER0_ERROR_MAX["float32"])
+    failed = failed_blocks(float_runner, blocks)
+    assert {key.index: miss.reason for key, miss in failed.items()} == {1: MissReason.LAYER0_MISMATCH}
+
+
+def test_wrong_position_and_wrong_tokens_fail(runner: ModelRunner) -> None:
+    blocks, _ = pulled_blocks(runner)
+    moved = [replace(block, position=block.position + 1) for block in blocks]
+    assert {miss.reason for miss in failed_blocks(runner, moved).values()} == {MissReason.LAYER0_MISMATCH}
+    assert len(failed_blocks(runner, moved)) == len(blocks)
+    swapped = [replace(blocks[0], token_ids=blocks[1].token_ids), blocks[1]]
+    assert list(failed_blocks(runner, swapped)) == [blocks[0].key]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_one_value_that_is_not_finite_fails(runner: ModelRunner, value: float, part: str) -> None:
+    blocks, _ = pulled_blocks(runner)
+    keys, values = block_tensors(blocks[2].data, runner.spec.layout, 32)
+    (keys if part == "keys" else values)[-1, -1, -1, -1] = value
+    failed = failed_blocks(runner, blocks)
+    assert {key.index: miss.reason for key, miss in failed.items()} == {2: MissReason.NOT_FINITE}
+
+
+def test_large_sums_are_not_mistaken_for_infinity(tiny_llama: Callable[..., Any]) -> None:
+    """Keys with a bias add up to more than half precision can hold."""
+    half = ModelRunner.from_model(tiny_llama().half(), None, "half")
+    blocks, _ = pulled_blocks(half)
+    for block in blocks:
+        keys, values = block_tensors(block.data, half.spec.layout, len(block.token_ids))
+        keys[1:] = 60.0
+        values[1:] = 60.0
+    assert failed_blocks(half, blocks) == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------- guard
+
+
+def test_residual_is_the_mean_relative_difference_of_deeper_layers() -> None:
+    cache = noise_cache(40)
+    head = keep_head(cache, 8, 24)
+    assert residual(cache, []) is None
+    assert residual(cache, [head]) == 0.0
+    cache.keys[0] += 100.0  # layer 0 does not count
+    cache.keys[:, :, :, :8] += 100.0  # nor do rows outside the head
+    assert residual(cache, [head]) == 0.0
+    cache.keys[1:, :, :, 8:24] *= 2
+    measured = residual(cache, [head])
+    assert (
+        measured is not None and abs(measured - 0.25) < 1e-6
+    )  # keys are off by half of what they are, values by nothing
+    cache.values[1:, :, :, 8:24] *= -1
+    both = residual(cache, [head])
+    assert both is not None and abs(both - (0.5 + 2.0) / 2) < 1e-6
+
+
+def test_the_worst_head_counts_and_nan_is_worst() -> None:
+    cache = noise_cache(40)
+    heads = [keep_head(cache, 0, 8), keep_head(cache, 8, 16), keep_head(cache, 16, 24)]
+    cache.values[1:, :, :, 8:16] *= 2
+    worst = residual(cache, heads)
+    assert worst is not None and worst == residual(cache, [heads[1]]) > 0
+    broken = replace(heads[2], keys=torch.full_like(heads[2].keys, float("nan")))
+    for order in ([broken, *heads], [*heads, broken]):
+        measured = residual(cache, order)
+        assert measured is not None and measured != measured
+        assert not measured <= 1e9, "no bound admits NaN"
+
+
+def test_a_zero_head_gives_no_division_by_zero() -> None:
+    cache = noise_cache(8)
+    head = keep_head(cache, 0, 8)
+    cache.keys.zero_()
+    cache.values.zero_()
+    measured = residual(cache, [head])
+    assert measured is not None and measured > 1e3 and np.isfinite(measured)
+
+
+def test_one_layer_models_have_a_residual_too() -> None:
+    cache = KVCache(replace(LAYOUT, layers=1), 8)
+    cache.keys.fill_(1.0)
+    cache.values.fill_(1.0)
+    head = keep_head(cache, 0, 8)
+    cache.keys.fill_(2.0)
+    measured = residual(cache, [head])
+    assert measured is not None and abs(measured - 0.25) < 1e-6
+
+
+# -------------------------------------------------------------------------------------------------- alignment and repair
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 70), st.integers(0, 100), st.booleans())
+def test_alignment_gathers_any_stretch_over_any_blocks(offset: int, tokens: int, start: int, cut: bool) -> None:
+    """Without rotation the rows are the donor's, wherever block and anchor borders lie; other rows stay."""
+    source = noise_cache(140)
+    anchors = [meta(1, 0, 64), meta(2, 64, 140)] if cut else [meta(1, 0, 140)]
+    blocks = {}
+    for anchor in anchors:
+        for index in range(anchor.blocks):
+            low = anchor.start + index * 32
+            blocks[BlockKey(anchor.anchor_id, index)] = copy_block(source, low, low + anchor.block_tokens(index))
+    cache = noise_cache(start + tokens + 5, seed=1)
+    untouched = cache.keys.clone()
+    span = Span(start, start + tokens, SpanKind.REUSE, donor(anchors), offset)
+    align_span(cache, span, blocks, None)
+    if start == offset:
+        assert torch.equal(cache.keys[:, :, :, start : start + tokens], source.keys[:, :, :, offset : offset + tokens])
+    assert torch.equal(cache.values[:, :, :, start : start + tokens], source.values[:, :, :, offset : offset + tokens])
+    assert torch.equal(cache.keys[:, :, :, :start], untouched[:, :, :, :start])
+    assert torch.equal(cache.keys[:, :, :, start + tokens :], untouched[:, :, :, start + tokens :])
+
+
+PROFILE = Profile(head_tokens=16, run_tokens_min=64, residual_max=1e9, measured="tests")
+
+
+def engine_for(runner: ModelRunner, residual_max: float = 1e9) -> ReuseEngine:
+    """Only what `_complete` needs."""
+    profiled = ModelRunner(
+        runner.model,
+        None,
+        replace(runner.spec, profile=replace(PROFILE, residual_max=residual_max)),
+        runner._call,
+    )
+    nothing: Any = None
+    costs = CostTracker(Costs(1e-3, 1e-4, 1e-9, 1e-3, 1e9, 1e9, runner.spec.layout.token_bytes))
+    return ReuseEngine(profiled, nothing, nothing, costs, nothing, lambda node_id: "peer")
+
+
+def moved_plan(runner: ModelRunner, head: int) -> tuple[Any, Pulled, PreparedPrompt]:
+    """Ten tokens of our own, then a run of 100 (IDS computed behind something else), of which `head` are recomputed."""
+    behind = np.concatenate([np.arange(3, 35), IDS]).astype(np.uint32)
+    blocks, cache = pulled_blocks(runner, behind)
+    anchor = meta(1, 0, len(behind), kv_bytes=runner.spec.layout.block_bytes(len(behind)))
+    source = donor([anchor], ids=behind)
+    prompt = PreparedPrompt(np.concatenate([np.arange(100, 110), IDS, [7, 8]]).astype(np.uint32))
+    spans = [Span(0, 10, SpanKind.RECOMPUTE, why="no donor")]
+    if head:
+        spans.append(Span(10, 10 + head, SpanKind.RECOMPUTE, source, 32, "head of a reused run"))
+    if head < 100:
+        spans.append(Span(10 + head, 110, SpanKind.REUSE, source, 32 + head))
+    spans.append(Span(110, 112, SpanKind.RECOMPUTE, why="no donor"))
+    return plan_of(spans), Pulled(blocks={block.key: block.data for block in blocks}), prompt
+
+
+@pytest.mark.parametrize("lead", [0, 10])
+@pytest.mark.parametrize("head", [100, 99, 16, 0])
+def test_recomputing_all_gives_full_prefill_whatever_was_aligned(
+    float_runner: ModelRunner, head: int, lead: int
+) -> None:
+    plan, pulled, prompt = moved_plan(float_runner, head)
+    ids = prompt.token_ids.astype(np.int64)
+    cache, full = float_runner.new_cache(len(ids)), float_runner.new_cache(len(ids))
+    assert isinstance(cache, KVCache) and isinstance(full, KVCache)
+    true = float_runner.prefill(ids, full)
+    if lead:
+        float_runner.prefill(ids[:lead], cache)
+    outcome = engine_for(float_runner)._complete(prompt, cache, plan, pulled, lead, None)
+    assert cache.length == len(ids)
+    exact = 10 + head
+    assert torch.allclose(cache.keys[:, :, :, :exact], full.keys[:, :, :, :exact], atol=1e-4)
+    assert torch.allclose(cache.values[:, :, :, :exact], full.values[:, :, :, :exact], atol=1e-4)
+    assert torch.allclose(cache.keys[0], full.keys[0], atol=1e-4), "layer 0 depends on token and position alone"
+    assert torch.allclose(outcome.logits, true, atol=1e-4) is (head == 100)
+    assert (outcome.residual is None) is (head == 0)
+    assert outcome.fallback == "" and outcome.plan is plan
+
+
+@pytest.mark.parametrize("lead", [0, 10])
+@pytest.mark.parametrize("poison", [False, True])
+def test_the_guards_fallback_is_full_prefill(float_runner: ModelRunner, poison: bool, lead: int) -> None:
+    plan, pulled, prompt = moved_plan(float_runner, 16)
+    ids = prompt.token_ids.astype(np.int64)
+    if poison:
+        for data in pulled.blocks.values():
+            block_tensors(data, float_runner.spec.layout, len(data) // float_runner.spec.layout.token_bytes)[0][1:] = (
+                float("nan")
+            )
+    cache, full = float_runner.new_cache(len(ids)), float_runner.new_cache(len(ids))
+    if lead:
+        float_runner.prefill(ids[:lead], cache)
+    assert isinstance(cache, KVCache) and isinstance(full, KVCache)
+    true = float_runner.prefill(ids, full)
+    outcome = engine_for(float_runner, 1e9 if poison else 1e-6)._complete(prompt, cache, plan, pulled, lead, None)
+    assert outcome.fallback
+    assert [span.kind for span in outcome.plan.spans] == [SpanKind.RECOMPUTE]
+    assert torch.allclose(outcome.logits, true, atol=1e-4)
+    assert torch.allclose(cache.keys, full.keys, atol=1e-4) and torch.allclose(cache.values, full.values, atol=1e-4)
+
+
+def test_a_cancelled_completion_stops(float_runner: ModelRunner) -> None:
+    plan, pulled, prompt = moved_plan(float_runner, 0)
+    cache = float_runner.new_cache(len(prompt.token_ids))
+    assert isinstance(cache, KVCache)
+    spans = [Span(0, 64, SpanKind.EXACT, donor([meta(1, 0, 132)]), 0), Span(64, 112, SpanKind.RECOMPUTE)]
+    with pytest.raises(CancelledByCaller):
+        engine_for(float_runner)._complete(prompt, cache, plan_of(spans), pulled, 0, lambda: True)

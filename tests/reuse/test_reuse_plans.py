@@ -1,0 +1,210 @@
+"""Plans after the fact and what is told of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reuse_cases import donor, meta, plan_of, plans
+
+from kvcomm_p2p.planning.spans import blocks_needed, hops_at, recompute_positions
+from kvcomm_p2p.planning.types import Mode, Plan, Rejected, Span, SpanKind
+from kvcomm_p2p.prompts import PreparedPrompt
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey, Miss, MissReason
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.report import Timings
+from kvcomm_p2p.reuse.donors import FoundDonors
+from kvcomm_p2p.reuse.engine import _lead_tokens, _only_exact
+from kvcomm_p2p.reuse.pulling import Pulled
+from kvcomm_p2p.reuse.replan import dense_plan, without_blocks
+from kvcomm_p2p.reuse.reporting import ReportBuilder
+
+STALLED = Miss(MissReason.STALLED)
+
+
+def keys_of(plan: Plan) -> list[BlockKey]:
+    return [BlockKey(anchor.anchor_id, index) for span in plan.spans for anchor, index in blocks_needed(span)]
+
+
+def covers(plan: Plan) -> bool:
+    at = 0
+    for span in plan.spans:
+        if span.start != at or span.end <= at:
+            return False
+        at = span.end
+    return at == plan.tokens
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.data())
+def test_without_blocks_recomputes_exactly_their_tokens(plan: Plan, data: st.DataObject) -> None:
+    keys = sorted(set(keys_of(plan)))
+    failed = dict.fromkeys(data.draw(st.sets(st.sampled_from(keys))) if keys else (), STALLED)
+    smaller = without_blocks(plan, failed)
+    assert covers(smaller)
+    assert not set(keys_of(smaller)) & set(failed)
+    # Token by token: what came stays where it was and comes from where it came, what did not is recomputed.
+    before, after = by_position(plan), by_position(smaller)
+    for position, (kind, source) in before.items():
+        if source is not None and block_of(source) in failed:
+            assert after[position] == (SpanKind.RECOMPUTE, None)
+        else:
+            assert after[position] == (kind, source)
+    assert (smaller.tokens, smaller.mode, smaller.rejected) == (plan.tokens, plan.mode, plan.rejected)
+    assert recompute_positions(smaller)[-1] == plan.tokens - 1
+
+
+def by_position(plan: Plan) -> dict[int, tuple[SpanKind, Any]]:
+    """Position -> (kind, (donor, donor position) or None)."""
+    table: dict[int, tuple[SpanKind, Any]] = {}
+    for span in plan.spans:
+        for position in range(span.start, span.end):
+            source = None if span.donor is None else (span.donor, span.donor_start + position - span.start)
+            table[position] = (span.kind, source)
+    return table
+
+
+def block_of(source: Any) -> BlockKey:
+    at = source[1]
+    (anchor,) = [anchor for anchor in source[0].anchors if anchor.start <= at < anchor.end]
+    return BlockKey(anchor.anchor_id, (at - anchor.start) // BLOCK_TOKENS)
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans())
+def test_without_any_block_everything_is_recomputed(plan: Plan) -> None:
+    nothing = without_blocks(plan, dict.fromkeys(keys_of(plan), STALLED))
+    assert covers(nothing)
+    assert recompute_positions(nothing).tolist() == list(range(plan.tokens))
+    assert hops_at(nothing) == ((0, 0),)
+    assert without_blocks(plan, {}) is plan
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_a_fallback_keeps_the_exact_beginning_alone(plan: Plan) -> None:
+    kept, exact = _only_exact(plan, "why")
+    assert covers(kept)
+    assert [span.kind for span in kept.spans[:-1]] == [SpanKind.EXACT] * (len(kept.spans) - 1)
+    assert (kept.spans[-1].start, kept.spans[-1].kind, kept.spans[-1].why) == (exact, SpanKind.RECOMPUTE, "why")
+    assert hops_at(kept)[-1][1] == 0
+
+
+def test_dense_plan() -> None:
+    plan = dense_plan(7, Mode.DENSE)
+    assert covers(plan) and recompute_positions(plan).tolist() == list(range(7))
+    assert "asked" in plan.spans[0].why and dense_plan(7, Mode.EXACT, "no").spans[0].why == "no"
+
+
+def test_lead_is_the_prompts_own_beginning_while_peers_are_asked() -> None:
+    remote, local = donor([meta(1, 0, 64)]), donor([meta(1, 0, 64)], local=True)
+
+    def lead(beginning: int, source: Any) -> int:
+        return _lead_tokens(
+            plan_of(
+                [
+                    Span(0, beginning, SpanKind.RECOMPUTE, why="no donor"),
+                    Span(beginning, beginning + 64, SpanKind.REUSE, source),
+                    Span(beginning + 64, beginning + 65, SpanKind.RECOMPUTE),
+                ]
+            )
+        )
+
+    assert lead(8, remote) == 8
+    assert lead(7, remote) == 0, "too short for a forward of its own"
+    assert lead(8, local) == 0, "nothing to wait for"
+    assert _lead_tokens(plan_of([Span(0, 9, SpanKind.RECOMPUTE)])) == 0
+    head = Span(0, 16, SpanKind.RECOMPUTE, remote)
+    assert _lead_tokens(plan_of([head, Span(16, 64, SpanKind.REUSE, remote, 16)])) == 0, "its donor is not there yet"
+
+
+# ---------------------------------------------------------------------------------------------------------------- report
+
+
+def builder(tokens: int = 100) -> ReportBuilder:
+    prompt = PreparedPrompt(np.arange(tokens, dtype=np.uint32), slots={"a": ((1, 2),)})
+    return ReportBuilder(prompt, Mode.BALANCED, lambda node_id: node_id[:3].decode())
+
+
+def test_report_joins_what_belongs_together() -> None:
+    ann, bob = donor([meta(1, 0, 128)], holder=b"ann" + bytes(13)), donor([meta(2, 0, 128)], holder=b"bob" + bytes(13))
+    spans = [
+        Span(0, 10, SpanKind.RECOMPUTE, why="no donor"),
+        Span(10, 20, SpanKind.REUSE, ann, 32),
+        Span(20, 30, SpanKind.REUSE, ann, 42),  # goes on: joined
+        Span(30, 40, SpanKind.REUSE, ann, 60),  # skips: not joined
+        Span(40, 50, SpanKind.REUSE, bob, 70),  # another donor
+        Span(50, 60, SpanKind.RECOMPUTE, why="x"),
+        Span(60, 70, SpanKind.RECOMPUTE, why="x"),
+        Span(70, 80, SpanKind.RECOMPUTE, why="y"),
+        Span(80, 90, SpanKind.EXACT, bob, 80),
+        Span(90, 100, SpanKind.CONTINUED, bob, 90),
+    ]
+    report = builder().finish(plan_of(spans), Timings(pull_s=1.0))
+    assert [(s.start, s.end, s.kind, s.source, s.donor_start) for s in report.spans] == [
+        (0, 10, "recompute", "", 0),
+        (10, 30, "reuse", "ann", 32),
+        (30, 40, "reuse", "ann", 60),
+        (40, 50, "reuse", "bob", 70),
+        (50, 70, "recompute", "", 0),
+        (70, 80, "recompute", "", 0),
+        (80, 90, "exact", "bob", 80),
+        (90, 100, "continued", "bob", 90),
+    ]
+    assert report.sources == {"ann": 30, "bob": 30}
+    assert (report.exact_tokens, report.continued_tokens, report.reused_tokens, report.recomputed_tokens) == (
+        10,
+        10,
+        40,
+        40,
+    )
+    assert report.slots == {"a": ((1, 2),)}
+    assert report.timings.pull_s == 1.0
+    assert report.as_dict()["spans"][1]["source"] == "ann"
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_report_counts_add_up(plan: Plan) -> None:
+    report = builder(plan.tokens).finish(plan, Timings())
+    told = (report.exact_tokens, report.continued_tokens, report.reused_tokens, report.recomputed_tokens)
+    assert sum(told) == report.prompt_tokens == plan.tokens
+    assert [span.start for span in report.spans[1:]] == [span.end for span in report.spans[:-1]]
+    by_kind = {kind.value: 0 for kind in SpanKind}
+    for span in report.spans:
+        by_kind[span.kind] += span.end - span.start
+    assert (by_kind["exact"], by_kind["continued"], by_kind["reuse"], by_kind["recompute"]) == told
+
+
+def test_report_tells_every_miss_once() -> None:
+    report = builder()
+    started = time.perf_counter()
+    ann = NodeId(b"ann" + bytes(13))
+    dropped = ((ann, STALLED), (None, Miss(MissReason.NOT_FOUND)))
+    report.found(FoundDonors((), {}, dropped, wait_lost_s=0.1))
+    rejected = Rejected(5, 40, ann, Miss(MissReason.COST, "recomputing is faster"))
+    plan = Plan(100, Mode.BALANCED, (Span(0, 100, SpanKind.RECOMPUTE),), (rejected,), 1.0, 1.0)
+    report.planned(plan, 0.5)
+    failed = {
+        BlockKey(meta(1, 0, 64).anchor_id, 0): STALLED,
+        BlockKey(meta(1, 0, 64).anchor_id, 1): STALLED,
+        BlockKey(meta(2, 0, 64).anchor_id, 0): Miss(MissReason.NOT_FINITE, "the block holds NaN or infinity"),
+    }
+    report.pulled(Pulled(wait_lost_s=0.2, kv_bytes=7), failed)
+    report.guarded(0.5, "too far off")
+    done = report.finish(plan, Timings())
+    assert [(miss.what, miss.reason) for miss in done.misses] == [
+        ("token ids from ann", "stalled"),
+        ("prompt", "not_found"),
+        ("tokens 5-40 from ann", "cost"),
+        ("2 blocks of anchor 00000000", "stalled"),
+        ("1 block of anchor 00000000", "not_finite"),
+        ("reused runs", "residual"),
+    ]
+    assert abs(done.wait_lost_s - 0.3) < 1e-9
+    assert (done.residual, done.fallback, done.pulled_bytes) == (0.5, "too far off", 7)
+    assert done.timings.plan_s == 0.5
+    assert 0 <= done.timings.total_s <= time.perf_counter() - started + 1e-3
