@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,9 +67,7 @@ def plans(draw: st.DrawFn) -> Plan:
             )
             end = donor_start + tokens + draw(st.integers(0, 40))
             bounds = [first, *cuts, end]
-            anchors = [
-                meta(100 * number + i, low, high) for i, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False))
-            ]
+            anchors = [meta(100 * number + i, low, high) for i, (low, high) in enumerate(itertools.pairwise(bounds))]
             source = donor(anchors, local=draw(st.booleans()))
         spans.append(Span(at, at + tokens, kind, source, donor_start, f"why {number}"))
         at += tokens

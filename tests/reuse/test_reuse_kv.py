@@ -119,7 +119,7 @@ def test_true_blocks_pass_in_every_dtype(runner: ModelRunner) -> None:
 
 def test_true_blocks_pass_with_room_to_spare(float_runner: ModelRunner) -> None:
     """A block computed by another call shape, and rounded on the way, is the same block."""
-    blocks, cache = pulled_blocks(float_runner)
+    blocks, _ = pulled_blocks(float_runner)
     for block in blocks:
         keys, values = block_tensors(block.data, float_runner.spec.layout, len(block.token_ids))
         keys.mul_(1 + 0.3 * LAYER0_ERROR_MAX["float32"])
@@ -263,7 +263,7 @@ def engine_for(runner: ModelRunner, residual_max: float = 1e9) -> ReuseEngine:
 def moved_plan(runner: ModelRunner, head: int) -> tuple[Any, Pulled, PreparedPrompt]:
     """Ten tokens of our own, then a run of 100 (IDS computed behind something else), of which `head` are recomputed."""
     behind = np.concatenate([np.arange(3, 35), IDS]).astype(np.uint32)
-    blocks, cache = pulled_blocks(runner, behind)
+    blocks, _ = pulled_blocks(runner, behind)
     anchor = meta(1, 0, len(behind), kv_bytes=runner.spec.layout.block_bytes(len(behind)))
     source = donor([anchor], ids=behind)
     prompt = PreparedPrompt(np.concatenate([np.arange(100, 110), IDS, [7, 8]]).astype(np.uint32))
@@ -322,7 +322,7 @@ def test_the_guards_fallback_is_full_prefill(float_runner: ModelRunner, poison: 
 
 
 def test_a_cancelled_completion_stops(float_runner: ModelRunner) -> None:
-    plan, pulled, prompt = moved_plan(float_runner, 0)
+    _, pulled, prompt = moved_plan(float_runner, 0)
     cache = float_runner.new_cache(len(prompt.token_ids))
     assert isinstance(cache, KVCache)
     spans = [Span(0, 64, SpanKind.EXACT, donor([meta(1, 0, 132)]), 0), Span(64, 112, SpanKind.RECOMPUTE)]
