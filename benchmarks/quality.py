@@ -8,7 +8,7 @@ from rich.console import Console
 from kvcomm_p2p.evaluation.quality import run
 
 if __name__ == "__main__":
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
     result = run(console)
     console.print(result.table())
     if len(sys.argv) > 1:

@@ -149,6 +149,8 @@ def _account(turn: Turn) -> str:
     line += f"; its first word came after {turn.reply['ttft_s']:.2f} s"
     if turn.comparison:
         line += f", instead of {turn.comparison['dense_ttft_s']:.2f} s"
+    if report["wait_lost_s"] > 0:
+        line += f" ({report['wait_lost_s']:.2f} s of it lost waiting for notes that did not come in time)"
     if not turn.taken or report["fallback"]:
         reasons = [report["fallback"]] if report["fallback"] else [miss["detail"] for miss in report["misses"]]
         line += "".join(f" ({reason})" for reason in dict.fromkeys(reasons) if reason)

@@ -19,7 +19,7 @@ from kvcomm_p2p.evaluation.workers import pair
 if TYPE_CHECKING:
     from rich.console import Console
 
-DOCUMENT_TOKENS = 1500
+DOCUMENT_TOKENS = 1000
 ATTEMPTS = 3
 WAIT_LOST_MAX_S = 0.25
 """What the report may show as lost to a peer that does not deliver."""

@@ -26,6 +26,9 @@ START_TIMEOUT_S = 180.0
 LEAVE_TIMEOUT_S = 5.0
 HEARD_TIMEOUT_S = 15.0
 POLL_S = 0.1
+UNCHANGED_S = 0.8
+"""Several rounds of gossip."""
+
 LOG_LINES_KEPT = 20
 
 
@@ -76,16 +79,26 @@ class NodeGroup:
         return request(self._directory, name, body)
 
     def wait_heard(self, holder: str, listeners: Sequence[str]) -> None:
-        """Returns when `listeners` know of everything that `holder` offers (news spread within moments). Raises KVCommError
-        if they do not."""
+        """Returns when `holder` has published what it has and `listeners` know of it. Raises KVCommError if they do not.
+
+        What counts is that nothing changes any more: a longer text replaces a shorter one, so numbers alone tell little.
+        """
         deadline = time.monotonic() + HEARD_TIMEOUT_S
+        seen: tuple[int, ...] = ()
+        unchanged_since = 0.0
         while True:
             offered = self._status(holder)
-            views = [peer for name in listeners for peer in self._status(name)["peers"] if peer["name"] == holder]
-            known = [view["anchors"] == offered["anchors"] for view in views]
-            if offered["anchors"] and len(known) == len(listeners) and all(known):
+            heard = [
+                peer["anchors"] for name in listeners for peer in self._status(name)["peers"] if peer["name"] == holder
+            ]
+            now = time.monotonic()
+            state = (offered["anchors"], offered["pool_bytes"], *heard)
+            if state != seen:
+                seen, unchanged_since = state, now
+            agreed = len(heard) == len(listeners) and set(heard) == {offered["anchors"]} and offered["anchors"] > 0
+            if agreed and now - unchanged_since >= UNCHANGED_S:
                 return
-            if time.monotonic() > deadline:
+            if now > deadline:
                 raise KVCommError(f"{', '.join(listeners)} did not hear what {holder} offers in {HEARD_TIMEOUT_S:g} s")
             time.sleep(POLL_S)
 
