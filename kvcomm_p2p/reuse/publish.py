@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ from kvcomm_p2p.store import BlockStore
 VARIANT_BYTES = 8
 REPLICA_BLOCKS_MIN = 2
 """Shorter pieces of a peer's anchor are not kept as replicas."""
+
+SUPERSEDED_KEPT_S = 5.0
+"""How long an anchor stays after a longer one has taken its place."""
 
 T = TypeVar("T")
 
@@ -67,6 +71,7 @@ class Publisher:
         self._lineage = lineage
         self._key = content_key
         self._compute = compute
+        self._outdated: deque[tuple[float, tuple[AnchorId, ...]]] = deque()
 
     async def prompt(
         self,
@@ -80,6 +85,7 @@ class Publisher:
         variant = self._variant(plan) if hops[-1][1] > 0 else b""
         segments = await self._cut(token_ids, hops, visibility, variant, 0, None)
         await self._publish(cache, segments, variant, None)
+        await self._supersede(_superseded(plan, segments))
         last = segments[-1].meta
         before = segments[-2].meta.anchor_id if len(segments) > 1 else None
         return Published(variant, last, before)
@@ -102,7 +108,7 @@ class Publisher:
         segments = await self._cut(token_ids, hops_at(plan), visibility, prompt.variant, last.start, last.sequence_id)
         await self._publish(cache, segments, prompt.variant, prompt.before_last)
         if last.anchor_id not in {segment.meta.anchor_id for segment in segments}:
-            await self._driver.forget([last.anchor_id])
+            await self._supersede([last.anchor_id])
 
     async def replicas(self, pulled: Pulled) -> None:
         """Keep pulled blocks as they came: we become one more holder of the donor's anchors, or of parts of them.
@@ -169,6 +175,17 @@ class Publisher:
             handles = tuple(self._store.put(buffer) for buffer in buffers)
             await self._driver.publish([HeldAnchor(segment.meta, segment.token_ids, handles, digests)])
 
+    async def _supersede(self, anchor_ids: Sequence[AnchorId]) -> None:
+        """Forget anchors whose rows now stand in longer ones: a conversation is held once, not once per turn.
+
+        Not at once, since peers learn of the longer ones a little later; what is due goes with the next publication.
+        """
+        now = asyncio.get_running_loop().time()
+        if anchor_ids:
+            self._outdated.append((now, tuple(anchor_ids)))
+        while self._outdated and self._outdated[0][0] + SUPERSEDED_KEPT_S <= now:
+            await self._driver.forget(self._outdated.popleft()[1])
+
     def _replicas_of(self, anchor: AnchorMeta, pulled: Pulled) -> list[HeldAnchor]:
         """What can be held of one pulled anchor: one piece per stretch of blocks that came."""
         came = [index for index in range(anchor.blocks) if BlockKey(anchor.anchor_id, index) in pulled.handles]
@@ -214,6 +231,25 @@ class Publisher:
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+
+
+def _superseded(plan: Plan, segments: Sequence[Segment]) -> list[AnchorId]:
+    """Anchors of earlier turns that a plan drew on and that the new segments hold as well."""
+    earlier = {
+        anchor.anchor_id: anchor
+        for span in plan.spans
+        if span.donor is not None and span.donor.local and span.kind in (SpanKind.EXACT, SpanKind.CONTINUED)
+        for anchor in span.donor.anchors
+        if span.start <= anchor.start and anchor.end <= span.end
+    }
+    return [key for key, anchor in earlier.items() if any(_holds(segment.meta, anchor) for segment in segments)]
+
+
+def _holds(longer: AnchorMeta, anchor: AnchorMeta) -> bool:
+    """Whether everything that `anchor` (the same tokens behind the same prefix) offers is offered by a longer one."""
+    same = (longer.hops, longer.visibility, longer.group) == (anchor.hops, anchor.visibility, anchor.group)
+    inside = longer.start <= anchor.start and anchor.end <= longer.end
+    return same and inside and longer.tokens > anchor.tokens
 
 
 def _copy_anchor(cache: KVCache, meta: AnchorMeta) -> tuple[list[memoryview], tuple[bytes, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,11 @@ from agent_cases import (
 )
 
 from kvcomm_p2p.agent import Agent
-from kvcomm_p2p.model.decoding import Sampling
+from kvcomm_p2p.model.decoding import Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.planning.types import Mode
+from kvcomm_p2p.prompts import prepare_ids
+from kvcomm_p2p.report import PrefillReport
 
 MakeAgent = Callable[..., Agent]
 
@@ -189,5 +193,53 @@ def test_exact_and_dense_give_the_same_logits(make_agent: MakeAgent, runner: Mod
             again = await fill(ann, ids, "exact")
             assert again.report.exact_tokens == 199
             assert torch.allclose(again.logits, dense(runner, ids)[1], atol=1e-4)
+
+    asyncio.run(run())
+
+
+async def turn(agent: Agent, ids: Any, new_tokens: int, seed: int) -> tuple[PrefillReport, Any]:
+    """Fill and answer a prompt of plain ids, published like `generate` does; the report and the answer's ids."""
+    stack = agent._running()
+    prompt = prepare_ids(ids, agent.runner.vocabulary_size, key=stack.group_key)
+    work = stack.fill(prompt, Mode.BALANCED, rows_extra=new_tokens)
+    publication = await asyncio.wrap_future(stack.driver.run(work))
+    sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0, seed=seed)
+    filled = publication.filled
+    answer = decode(agent.runner, filled.cache, ids.tolist(), filled.logits, sampling)
+    stack.publish_answer(publication, answer.token_ids)
+    await agent.settled()
+    return filled.report, np.array(answer.token_ids, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("tainted", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_conversations_go_on_where_they_were(
+    make_agent: MakeAgent, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, seed: int, tainted: bool
+) -> None:
+    """Turns of any length, on and off the block grid: nothing known is computed again, and little is held twice."""
+    monkeypatch.setattr("kvcomm_p2p.model.decoding.end_tokens", lambda runner: frozenset())
+    rng = np.random.default_rng(seed)
+    document = random_ids(400 + seed, 150)
+
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            await fill(ann, document)
+            await shared(ann, bob)
+            before = random_ids(410 + seed, int(rng.integers(20, 90))) if tainted else random_ids(1, 0)
+            history = joined(before, document, random_ids(420 + seed, int(rng.integers(1, 70))))
+            known = 0
+            for number in range(5):
+                report, answer = await turn(bob, history, int(rng.choice([1, 2, 31, 32, 33, 64, 100])), number)
+                assert adds_up(report)
+                assert (report.reused_tokens > 0) is (tainted and number == 0)
+                assert report.exact_tokens + report.continued_tokens >= known, (number, report.spans)
+                assert (report.continued_tokens > 0) is (tainted and number > 0)
+                # The answer's last token was drawn, but never run.
+                known = len(history) + len(answer) - 1
+                held = sum(meta.tokens for meta in await pool_metas(bob))
+                assert held <= known + 150 + 96, (held, known)  # and what was pulled, and odd ends
+                history = joined(history, answer, random_ids(430 + 10 * seed + number, int(rng.integers(1, 60))))
+            assert {meta.hops for meta in await pool_metas(bob)} == ({0, 1} if tainted else {0})
+            await no_leaks(ann, bob)
 
     asyncio.run(run())

@@ -403,7 +403,9 @@ def test_closing_ends_what_is_in_flight(make_agent: MakeAgent, never_ends: None,
 # ---------------------------------------------------------------------------------------------------- peers that fail
 
 
-def test_a_peer_that_stops_during_a_fill(make_agent: MakeAgent, runner: ModelRunner, monkeypatch: Any) -> None:
+def test_a_peer_that_stops_during_a_fill(
+    make_agent: MakeAgent, runner: ModelRunner, monkeypatch: Any, real_waits: None
+) -> None:
     """Its sockets close without a word, after it has told its token ids."""
     from kvcomm_p2p.reuse.pulling import Puller
 
@@ -468,6 +470,50 @@ def test_a_peer_that_freezes(make_agent: MakeAgent, runner: ModelRunner, monkeyp
             assert is_dense(ours, runner, MOVED)
             assert reasons(ours.report) == {"stalled"}
             assert 0.05 < ours.report.wait_lost_s <= 0.25
+            await no_leaks(bob)
+
+    asyncio.run(run())
+
+
+def test_two_peers_that_freeze_one_after_the_other_cost_one_budget(
+    make_agent: MakeAgent, runner: ModelRunner, monkeypatch: Any, real_waits: None
+) -> None:
+    """One before it tells its token ids, the other before it sends its blocks."""
+    from kvcomm_p2p.reuse.pulling import Puller
+
+    pull = Puller.pull
+    other = random_ids(206, 160)
+
+    async def run() -> None:
+        async with (
+            make_agent("ann") as ann,
+            make_agent("cyd", join=[ann.address]) as cyd,
+            make_agent("bob", join=[ann.address], pull_stall_timeout_s=0.2, tokens_timeout_s=0.1) as bob,
+        ):
+            await fill(ann, DOCUMENT)
+            await fill(cyd, other)
+            await shared(ann, bob)
+            await shared(cyd, bob)
+            await met(bob, cyd)
+            wake = threading.Event()
+            ann._running().driver._loop.call_soon_threadsafe(wake.wait, 5.0)
+
+            async def freeze_then_pull(self: Any, *args: Any) -> Any:
+                cyd._running().driver._loop.call_soon_threadsafe(wake.wait, 5.0)
+                return await pull(self, *args)
+
+            monkeypatch.setattr(Puller, "pull", freeze_then_pull)
+            prompt = joined(random_ids(207, 9), DOCUMENT, other, random_ids(208, 9))
+            try:
+                ours = await fill(bob, prompt)
+            finally:
+                wake.set()
+            assert is_dense(ours, runner, prompt)
+            assert {(miss.what.split()[0], miss.reason) for miss in ours.report.misses} == {
+                ("token", "stalled"),
+                ("5", "stalled"),  # blocks
+            }
+            assert 0.1 <= ours.report.wait_lost_s <= 0.25
             await no_leaks(bob)
 
     asyncio.run(run())

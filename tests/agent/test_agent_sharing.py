@@ -158,10 +158,10 @@ def test_groups_share_among_themselves(make_agent: MakeAgent) -> None:
             assert isinstance(await ask_tokens(eve, bob, meta), Miss)
 
     async def eventually_reused(agent: Agent) -> Any:
-        for _ in range(200):
-            filled = await fill(agent, QUESTION, visibility="group", group="red")
+        for _ in range(500):
+            filled = await fill(agent, QUESTION, visibility="group", group="red", publish=False)
             if filled.report.reused_tokens:
-                return filled
+                return await fill(agent, QUESTION, visibility="group", group="red")
             await asyncio.sleep(0.01)
         raise AssertionError("a member never found the group's anchor")
 
@@ -241,6 +241,65 @@ def test_replicas_serve_when_the_origin_is_gone(make_agent: MakeAgent, runner: M
             assert exact.report.exact_tokens == len(DOCUMENT)
             assert is_dense(exact, runner, prefixed)
             await no_leaks(bob, cyd)
+
+    asyncio.run(run())
+
+
+def test_what_a_longer_anchor_replaces_is_served_until_peers_know(
+    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever heard of a prompt while it was being answered can still have it afterwards; later it is gone."""
+    monkeypatch.setattr("kvcomm_p2p.reuse.publish.SUPERSEDED_KEPT_S", 3600.0)
+    text = "The rain in Spain stays mainly in the plain. " * 3
+
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            await met(ann, bob)
+            await ann.generate(text, sampling=Sampling(max_new_tokens=20))
+            await ann.settled()
+            short, long = sorted(await pool_metas(ann), key=lambda meta: meta.end)
+            assert short.start == long.start == 0 and short.end < long.end
+            for meta in (short, long):
+                assert await ask_blocks(bob, ann, meta) == set()
+            monkeypatch.setattr("kvcomm_p2p.reuse.publish.SUPERSEDED_KEPT_S", 0.0)
+            await fill(ann, random_ids(73, 40))
+            await ann.settled()
+            assert short not in await pool_metas(ann) and long in await pool_metas(ann)
+            await no_leaks(ann, bob)
+
+    asyncio.run(run())
+
+
+def test_parts_of_an_anchor_are_replicas_too(make_agent: MakeAgent) -> None:
+    """Who pulled the end of a document serves that end, under a name that all holders of it give it."""
+    tail = DOCUMENT[75:]
+
+    async def run() -> None:
+        async with (
+            make_agent("bob") as bob,
+            make_agent("cyd", join=[bob.address]) as cyd,
+            make_agent("dan", join=[bob.address]) as dan,
+        ):
+            async with make_agent("ann", join=[bob.address]) as ann:
+                await fill(ann, DOCUMENT)
+                await shared(ann, bob, cyd)
+                (whole,) = await pool_metas(ann)
+                prompt = joined(random_ids(70, 40), tail)
+                for ours in await asyncio.gather(fill(bob, prompt), fill(cyd, prompt)):
+                    assert ours.report.sources["ann"] > 80
+                await bob.settled()
+                await cyd.settled()
+            parts = []
+            for agent in (bob, cyd):
+                (part,) = [meta for meta in await pool_metas(agent) if meta.sequence_id == whole.sequence_id]
+                parts.append(part)
+            assert parts[0].anchor_id == parts[1].anchor_id != whole.anchor_id
+            assert (parts[0].start, parts[0].end) == (64, len(DOCUMENT))
+            await shared(bob, dan)
+            await shared(cyd, dan)
+            third = await fill(dan, joined(random_ids(71, 9), tail, random_ids(72, 9)))
+            assert set(third.report.sources) <= {"bob", "cyd"} and third.report.reused_tokens > 80
+            await no_leaks(bob, cyd, dan)
 
     asyncio.run(run())
 
