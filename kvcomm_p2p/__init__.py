@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Agent": "kvcomm_p2p.agent",
     "SyncAgent": "kvcomm_p2p.sync",
-    "Reply": "kvcomm_p2p.agent",
+    "Reply": "kvcomm_p2p.reply",
     "Text": "kvcomm_p2p.prompts",
     "Sampling": "kvcomm_p2p.model.decoding",
     "Settings": "kvcomm_p2p.settings",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from kvcomm_p2p.agent import Agent, Reply
+    from kvcomm_p2p.agent import Agent
     from kvcomm_p2p.errors import (
         CancelledByCaller,
         ConfigError,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from kvcomm_p2p.model.decoding import Sampling
     from kvcomm_p2p.prompts import Text
+    from kvcomm_p2p.reply import Reply
     from kvcomm_p2p.report import PrefillReport
     from kvcomm_p2p.settings import Settings
     from kvcomm_p2p.sync import SyncAgent

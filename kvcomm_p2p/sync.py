@@ -9,9 +9,10 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvcomm_p2p.agent import Agent, Prefilled, Reply
+from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.agent_status import AgentStatus
 from kvcomm_p2p.errors import UsageError
+from kvcomm_p2p.reply import Prefilled, Reply
 
 FINISH_S = 2.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -134,6 +135,11 @@ async def met(*agents: Agent) -> None:
             ),
             f"{agent.name} sees the others",
         )
+
+
+def kvcomm_threads() -> list[str]:
+    """Names of the live threads of agents (and of nobody else)."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvcomm"))
 
 
 def random_ids(seed: int, tokens: int, vocabulary: int = 259) -> Ids:
