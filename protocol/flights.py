@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import (
     Effect,
     FetchRequested,
@@ -98,6 +99,10 @@ class PullState:
     def waits(self) -> bool:
         """Whether the holder still owes something."""
         return any(not (flight.arrived or flight.settled) for flight in self.flights)
+
+    def patience_s(self, config: NodeConfig) -> float:
+        """How long nothing may arrive."""
+        return min(config.pull_stall_timeout_s, self.fetch.event.stall_s)
 
     def to_holder(self, message: Message) -> SendMessage:
         return SendMessage(self.holder, self.bulk, message, Plane.BULK_REQUEST)

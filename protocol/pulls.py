@@ -246,7 +246,7 @@ class Pulls:
     def _retries(self, pull: PullState, retry_after_s: float, now: float) -> bool:
         """Whether there is time to ask a busy holder again. Asking does not count as progress."""
         retry_at = now + max(retry_after_s, 0.005)
-        in_time = retry_at < min(pull.progress_at + self._patience_s(pull), pull.fetch.event.deadline)
+        in_time = retry_at < min(pull.progress_at + pull.patience_s(self._config), pull.fetch.event.deadline)
         if pull.received or not in_time:
             return False
         pull.phase = Phase.BUSY
@@ -279,10 +279,7 @@ class Pulls:
     def _stalls_at(self, pull: PullState) -> float:
         if pull.phase is not Phase.ACTIVE or not pull.waits:
             return math.inf
-        return pull.progress_at + self._patience_s(pull)
-
-    def _patience_s(self, pull: PullState) -> float:
-        return min(self._config.pull_stall_timeout_s, pull.fetch.event.stall_s)
+        return pull.progress_at + pull.patience_s(self._config)
 
     def _queued(self, holder: NodeId) -> list[PullState]:
         return [pull for pull in self._pulls.values() if pull.holder == holder and pull.phase is Phase.QUEUED]
