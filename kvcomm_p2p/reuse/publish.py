@@ -85,7 +85,8 @@ class Publisher:
         variant = self._variant(plan) if hops[-1][1] > 0 else b""
         segments = await self._cut(token_ids, hops, visibility, variant, 0, None)
         await self._publish(cache, segments, variant, None)
-        await self._supersede(_superseded(plan, segments))
+        held = [segment for segment in segments if self._driver.held(segment.meta.anchor_id) is not None]
+        await self._supersede(_superseded(plan, held))
         last = segments[-1].meta
         before = segments[-2].meta.anchor_id if len(segments) > 1 else None
         return Published(variant, last, before)
@@ -107,7 +108,8 @@ class Publisher:
             return
         segments = await self._cut(token_ids, hops_at(plan), visibility, prompt.variant, last.start, last.sequence_id)
         await self._publish(cache, segments, prompt.variant, prompt.before_last)
-        if last.anchor_id not in {segment.meta.anchor_id for segment in segments}:
+        replaced = last.anchor_id not in {segment.meta.anchor_id for segment in segments}
+        if replaced and self._driver.held(segments[0].meta.anchor_id) is not None:
             await self._supersede([last.anchor_id])
 
     async def replicas(self, pulled: Pulled) -> None:

@@ -69,6 +69,20 @@ def test_a_prompt_larger_than_the_pool(make_agent: MakeAgent, runner: ModelRunne
     asyncio.run(run())
 
 
+def test_a_longer_turn_that_finds_no_room_leaves_the_shorter_one(make_agent: MakeAgent, runner: ModelRunner) -> None:
+    async def run() -> None:
+        async with make_agent("ann", pool_bytes_max=runner.spec.layout.block_bytes(200)) as ann:
+            ids = random_ids(74, 300)
+            await fill(ann, ids[:150])
+            await fill(ann, ids)
+            await ann.settled()
+            again = await fill(ann, ids)
+            assert again.report.exact_tokens == 150
+            assert is_dense(again, runner, ids)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("what", ["weights", "dtype", "tokenizer"])
 def test_another_model_of_the_same_name_is_never_mixed_up(
     make_agent: MakeAgent, runner: ModelRunner, tiny_llama: Any, what: str
