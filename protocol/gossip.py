@@ -72,6 +72,10 @@ class OriginLog:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        """An empty log is still a log: everything in it may have been deleted, and that has to be told."""
+        return True
+
     def append(self, entry: Put | Del) -> None:
         """Take in an entry above `max_seq`; it supersedes the earlier one of the same anchor."""
         earlier = self._seq_of.pop(entry.anchor_id, None)
@@ -243,8 +247,8 @@ class Replicas:
         complete = len(taken) == len(start.news)
         if not complete and not taken and (start.from_seq or start.reset):
             return None, 0
-        to_seq = (log.max_seq if log else 0) if complete else (taken[-1].seq if taken else start.from_seq)
-        floor = log.gc_floor if log else 0
+        to_seq = (log.max_seq if log is not None else 0) if complete else (taken[-1].seq if taken else start.from_seq)
+        floor = log.gc_floor if log is not None else 0
         delta = OriginDelta(member, heartbeat, start.reset, start.from_seq, to_seq, floor, tuple(taken))
         return delta, used
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from protocol_harness import MODEL, Network, joined, meta, record
 
@@ -156,6 +156,8 @@ def test_deltas_keep_to_their_bytes_and_still_bring_everything(bytes_max: int, a
         st.tuples(st.integers(0, 5), st.sampled_from(["put", "del", "sync", "relay", "collect", "lose"])), max_size=120
     )
 )
+@example([(0, "put"), (0, "sync"), (0, "del"), (0, "wait"), (0, "wait"), (0, "collect")])
+@example([(0, "put"), (0, "del"), (0, "wait"), (0, "wait"), (0, "collect")])
 @settings(deadline=None, max_examples=150)
 def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[int, str]]) -> None:
     """Whatever is lost, late or relayed: a replica equals the writer's state at its `max_seq`, once it is caught up the
