@@ -142,6 +142,11 @@ def kvcomm_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvcomm"))
 
 
+async def no_threads(but: Sequence[str] = ()) -> None:
+    """Wait until no threads of agents are left but these; idle hashers end a moment after their driver."""
+    await eventually(lambda: kvcomm_threads() == list(but), f"only {but} of {kvcomm_threads()} are left")
+
+
 def random_ids(seed: int, tokens: int, vocabulary: int = 259) -> Ids:
     """Reproducible token ids, none of them special."""
     return np.random.default_rng(seed).integers(3, vocabulary, tokens).astype(np.uint32)

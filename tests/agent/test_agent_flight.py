@@ -19,9 +19,9 @@ from agent_cases import (
     greedy,
     is_dense,
     joined,
-    kvcomm_threads,
     met,
     no_leaks,
+    no_threads,
     random_ids,
     reasons,
     shared,
@@ -127,7 +127,7 @@ def test_cancelling_a_task_frees_everything(make_agent: MakeAgent, never_ends: N
             await no_leaks(ann, bob)
             assert not bob._cancels
             assert (await bob.generate("still there?", sampling=FEW)).token_ids is not None
-        assert kvcomm_threads() == []
+        await no_threads()
 
     asyncio.run(run())
 
@@ -174,7 +174,7 @@ def test_closing_ends_what_is_in_flight(make_agent: MakeAgent, never_ends: None,
                 assert isinstance(outcome, CancelledByCaller), repr(outcome)
             # The short one may have been quicker.
             assert isinstance(outcomes[2], CancelledByCaller) or not isinstance(outcomes[2], BaseException)
-        assert kvcomm_threads() == []
+        await no_threads()
 
     asyncio.run(run())
 

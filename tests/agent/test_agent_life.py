@@ -16,6 +16,7 @@ from agent_cases import (
     kvcomm_threads,
     met,
     no_leaks,
+    no_threads,
     random_ids,
     settings_in,
     shared,
@@ -128,7 +129,7 @@ def test_join_names_what_is_no_address(make_agent: MakeAgent, seed: str) -> None
         ann = make_agent("ann", join=[seed])
         with pytest.raises(ConfigError, match=seed):
             await ann.start()
-        assert kvcomm_threads() == []
+        await no_threads()
         await ann.close()
 
     asyncio.run(run())
@@ -161,12 +162,12 @@ def test_starting_twice_and_again_after_closing(make_agent: MakeAgent) -> None:
             await ann.start()
         first = ann.node_id
         await ann.close()
-        assert kvcomm_threads() == []
+        await no_threads()
         await ann.start()
         assert ann.node_id != first
         assert (await ann.generate("Again?", sampling=FEW)).token_ids is not None
         await ann.close()
-        assert kvcomm_threads() == []
+        await no_threads()
 
     asyncio.run(run())
 
@@ -179,7 +180,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(make_agent: MakeAgent) -> None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert kvcomm_threads() == []
+        await no_threads()
         async with ann:
             assert ann.status().requests == 0
 
@@ -199,7 +200,7 @@ def test_a_port_in_use_is_named(make_agent: MakeAgent, tmp_path: Any, runner: Mo
             ann = Agent("ann", model=runner, settings=settings_in(tmp_path), **ports)
             with pytest.raises(TransportError, match=str(port)):
                 await ann.start()
-            assert kvcomm_threads() == []
+            await no_threads()
             # Nothing of the failed start keeps the other port.
             async with Agent("ann", model=runner, settings=settings_in(tmp_path), port=free) as again:
                 assert again.address == f"127.0.0.1:{free}"
@@ -212,7 +213,7 @@ def test_a_model_that_is_not_there(make_agent: MakeAgent) -> None:
         ann = make_agent("ann", model="smollm2-135m")
         with pytest.raises(ConfigError, match="kvcomm model pull"):
             await ann.start()
-        assert kvcomm_threads() == []
+        await no_threads()
 
     asyncio.run(run())
 
@@ -226,7 +227,7 @@ def test_a_name_is_taken_once(make_agent: MakeAgent) -> None:
             before = kvcomm_threads()
             async with make_agent("bob", join=[ann.address]) as bob:
                 await met(ann, bob)
-            assert kvcomm_threads() == before
+            await no_threads(before)
 
     asyncio.run(run())
 
