@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvcomm_p2p.errors import InternalError, UsageError
 from kvcomm_p2p.protocol.anchors import KVLayout
@@ -110,6 +110,10 @@ class KVCache(Cache):
         """Rows that attention sees in a forward over `new_rows` tokens."""
         return self._scatter_rows if self._positions is not None else self.length + new_rows
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many rows there are besides those of the forward: some models add R to it to size a mask."""
+        return self.length if self._positions is None else self._scatter_rows - self._positions.shape[0]
+
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """An int, or a tensor [R] when queries are scattered: what transformers adds to `arange(R)` to get
         the queries' positions."""
@@ -174,7 +178,7 @@ class OpaqueCache(DynamicCache):
         """Forgets tokens at and beyond `length`. Raises `UsageError` when a layer's state cannot go back."""
         if length >= self.length:
             return
-        if not self.is_croppable:
+        if any(type(layer) is not DynamicLayer for layer in self.layers):
             raise UsageError("this model's layers keep a running state that cannot be taken back: use a new cache")
         self.crop(length - self.length)
         self.length = length

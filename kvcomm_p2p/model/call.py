@@ -22,6 +22,12 @@ TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """Token ids or positions: anything that becomes an int64 tensor [n]."""
 
 
+def cache_argument(model: Any) -> str:
+    """What this model's `forward` and `generate` call their cache: "cache", or in older releases "past_key_values", which
+    newer ones warn about."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class ModelCall:
     """Forwards through the unmodified model, under one fair lock. Knows torch and transformers, nothing of prompts."""
 
@@ -31,8 +37,7 @@ class ModelCall:
         self.device = next(model.parameters()).device
         self._lock = FairLock()
         parameters = inspect.signature(model.forward).parameters
-        # Before 5.2x transformers called the argument past_key_values; the old name warns now.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters
         # Models on eager attention have a reason (soft-capped scores, sinks, ALiBi): they keep it, with a dense mask.

@@ -40,6 +40,9 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     ),
     "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**_GROUPED, head_dim=16)),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_GROUPED)),
+    "bloom": lambda: tf.BloomForCausalLM(
+        tf.BloomConfig(vocab_size=250, hidden_size=64, n_layer=3, n_head=4, initializer_range=0.15, pad_token_id=0)
+    ),
     "opt": lambda: tf.OPTForCausalLM(
         tf.OPTConfig(
             vocab_size=250, hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=64,

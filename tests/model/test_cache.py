@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from kvcomm_p2p.errors import InternalError, UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
+from kvcomm_p2p.model.call import cache_argument
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.protocol.anchors import KVLayout
 
@@ -83,7 +85,7 @@ def test_generate_goes_on_as_without_us(runner: ModelRunner, options: dict[str, 
     assert handed.get_seq_length() == 39
     handed.batch_repeat_interleave(options.get("num_beams", 1))
     torch.manual_seed(5)
-    actual = runner.model.generate(IDS, cache=handed, **settings)
+    actual = runner.model.generate(IDS, **{cache_argument(runner.model): handed}, **settings)
     assert actual.tolist() == expected.tolist()
     assert cache.length == 40
 
@@ -92,7 +94,8 @@ def test_the_slab_itself_works_in_generate(tiny_runner: Any) -> None:
     expected = tiny_runner.model.generate(IDS, max_new_tokens=8, do_sample=False)
     cache = tiny_runner.new_cache(10)
     tiny_runner.prefill(IDS[0, :-1], cache)
-    actual = tiny_runner.model.generate(IDS, cache=cache, max_new_tokens=8, do_sample=False)
+    argument = {cache_argument(tiny_runner.model): cache}
+    actual = tiny_runner.model.generate(IDS, **argument, max_new_tokens=8, do_sample=False)
     assert actual.tolist() == expected.tolist()
 
 
@@ -116,13 +119,16 @@ def test_opaque_cache_truncates_and_hands_over_nothing(tiny_runner: Any) -> None
     assert cache.to_dynamic(tiny_runner.model.config).get_seq_length() == 0
 
 
-def test_opaque_cache_refuses_to_take_back_running_state() -> None:
-    class Stuck(OpaqueCache):
-        is_croppable = False
-
-    from transformers import LlamaConfig
-
-    cache = Stuck(LlamaConfig(num_hidden_layers=1))
+@pytest.mark.parametrize(
+    "config",
+    [
+        tf.MistralConfig(num_hidden_layers=1, sliding_window=4),
+        tf.Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+    ],
+    ids=["window", "linear"],
+)
+def test_opaque_cache_refuses_to_take_back_what_is_gone(config: Any) -> None:
+    cache = OpaqueCache(config)
     cache.length = 5
     with pytest.raises(UsageError, match="new cache"):
         cache.truncate(3)

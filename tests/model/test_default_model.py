@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcomm_p2p.model.call import cache_argument
 from kvcomm_p2p.model.decoding import Sampling, decode
 
 pytestmark = pytest.mark.model
@@ -73,5 +74,6 @@ def test_generate_goes_on_from_our_cache(default_runner: Any, prompt: list[int])
     cache = default_runner.new_cache(len(prompt))
     default_runner.prefill(prompt, cache)
     handed = cache.to_dynamic(default_runner.model.config)
-    actual = default_runner.model.generate(ids, cache=handed, max_new_tokens=10, do_sample=False)
+    argument = {cache_argument(default_runner.model): handed}
+    actual = default_runner.model.generate(ids, **argument, max_new_tokens=10, do_sample=False)
     assert actual.tolist() == expected.tolist()

@@ -57,6 +57,16 @@ def test_recompute_rebuilds_damaged_rows(runner: ModelRunner, positions: Any) ->
     torch.testing.assert_close(cache.values[:, :, :, :70], values, rtol=0, atol=1e-4)
 
 
+def test_recompute_into_rows_that_nothing_counted(runner: ModelRunner) -> None:
+    whole, cache = runner.new_cache(70), runner.new_cache(70)
+    logits = runner.prefill(IDS, whole)
+    cache.keys.copy_(whole.keys)
+    cache.values.copy_(whole.values)
+    again = runner.recompute(IDS, [3, 4, 40, 69], cache)
+    torch.testing.assert_close(again, logits, rtol=0, atol=1e-4)
+    assert cache.length == 70
+
+
 def test_recompute_leaves_other_rows_alone_and_sees_them(runner: ModelRunner) -> None:
     cache = runner.new_cache(80)
     runner.prefill(IDS, cache)
