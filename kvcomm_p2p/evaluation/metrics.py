@@ -6,7 +6,6 @@ of one is comparable with position i of the other, whatever it would have said b
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
+from kvcomm_p2p.model.call import cache_argument
 from kvcomm_p2p.model.decoding import end_tokens
 from kvcomm_p2p.model.runner import ModelRunner
 
@@ -113,12 +113,10 @@ def diverge_at_once(runner: ModelRunner, full: Continuation, cache: KVCache, log
     """
     log_probs = [_log_softmax(logits)]
     if len(full.token_ids) > 1:
-        # Before 5.2x transformers called the argument past_key_values; the old name warns now.
-        parameters = inspect.signature(runner.model.forward).parameters
         copied = cache.to_dynamic(runner.model.config, rows=cache.length)
         ids = torch.tensor([full.token_ids[:-1]], dtype=torch.int64, device=logits.device)
         with torch.inference_mode():
-            output = runner.model(input_ids=ids, **{"cache" if "cache" in parameters else "past_key_values": copied})
+            output = runner.model(input_ids=ids, **{cache_argument(runner.model): copied})
         log_probs += [_log_softmax(row) for row in output.logits[0].float()]
     return compare_log_probs(full.log_probs, log_probs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,12 @@ class ModelCall:
         self.device = next(model.parameters()).device
         self._lock = FairLock()
         parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = cache_argument(model)
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters
+        # The model without its head: for KV alone the head (often the largest matrix) is not needed.
+        body = getattr(model, "base_model", model)
+        self._body = body if "inputs_embeds" in inspect.signature(body.forward).parameters else model
+        self._cache_names = {id(module): cache_argument(module) for module in (model, self._body)}
         # Models on eager attention have a reason (soft-capped scores, sinks, ALiBi): they keep it, with a dense mask.
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
@@ -68,6 +71,17 @@ class ModelCall:
         """Forward over tokens [R] at positions [R] into a slab of `rows` rows; logits [V] of the last."""
         with self._lock, cache.scattering(positions, rows), self._own_attention():
             return self._forward(ids, positions, cache)
+
+    def extend(self, ids: torch.Tensor, cache: KVCache, start: int) -> None:
+        """Like `append`, for the KV alone."""
+        positions = torch.arange(start, start + ids.shape[0], device=self.device)
+        with ExitStack() as stack:
+            stack.enter_context(self._lock)
+            if start > 0:
+                stack.enter_context(cache.scattering(positions, start + ids.shape[0]))
+                stack.enter_context(self._own_attention())
+            stack.enter_context(torch.inference_mode())
+            self._body(input_ids=ids[None], **self._arguments(self._body, positions, cache))
 
     def layer0(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer 0's keys [H, n, Dk] and values [H, n, Dv]."""
@@ -98,13 +112,17 @@ class ModelCall:
         return logits[0, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
-        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, **self._last_only}
-        if self._takes_positions:
-            arguments["position_ids"] = positions[None]
+        arguments = self._arguments(self.model, positions, cache)
         with torch.inference_mode():
-            logits = self.model(input_ids=ids[None], **arguments).logits
+            logits = self.model(input_ids=ids[None], **arguments, **self._last_only).logits
         # A copy outside inference mode: callers may edit it, and it does not keep [1, n, V] alive.
         return logits[0, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
+
+    def _arguments(self, module: Any, positions: torch.Tensor, cache: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = {self._cache_names[id(module)]: cache, "use_cache": True}
+        if self._takes_positions:
+            arguments["position_ids"] = positions[None]
+        return arguments
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:

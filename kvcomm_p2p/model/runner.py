@@ -103,6 +103,15 @@ class ModelRunner:
         assert logits is not None
         return logits
 
+    def extend(self, token_ids: TokenIds, cache: KVCache, start: int = 0) -> None:
+        """Like `prefill`, for the KV alone: the model's head is not run. Mutates the cache. Raises `UsageError` likewise."""
+        ids = self._call.as_ids(token_ids)
+        if ids.shape[0] == 0 or cache.length != start:
+            raise UsageError(f"cannot extend a cache of {cache.length} tokens from {start} by {ids.shape[0]} tokens")
+        self._check_context(start + ids.shape[0])
+        cache.reserve(start + ids.shape[0])
+        self._call.extend(ids, cache, start)
+
     def recompute(self, token_ids: TokenIds, positions: TokenIds, cache: KVCache) -> torch.Tensor:
         """Recomputes the KV of `positions` (R, strictly ascending, the last one T - 1) of a prompt of T tokens in one
         forward.

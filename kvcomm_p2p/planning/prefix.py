@@ -10,6 +10,9 @@ import numpy as np
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.types import Donor, Span, SpanKind
 
+REMOTE_TOKENS_MIN = 16
+"""Shorter exact pieces (two prompts of one chat template share a few tokens) do not pay a whole block from a peer."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixPiece:
@@ -31,7 +34,7 @@ def exact_prefix(prompt: TokenIds, donors: Sequence[Donor]) -> list[PrefixPiece]
     A donor counts as far as its anchors have hops 0 and its tokens equal the prompt's at the same positions, if what
     stands before its first token is known to equal the prompt's too. So a piece stays exact behind a gap that no donor
     covers: the gap is recomputed behind exact KV. Our own KV is preferred wherever it reaches; peers fill in. Of equal
-    reach, the first donor given wins.
+    reach, the first donor given wins. What a peer has of fewer than REMOTE_TOKENS_MIN tokens is left to be recomputed.
     """
     reaches = [(donor.start, _exact_end(prompt, donor), donor) for donor in donors]
     reaches = [reach for reach in reaches if reach[0] < reach[1]]
@@ -47,6 +50,9 @@ def exact_prefix(prompt: TokenIds, donors: Sequence[Donor]) -> list[PrefixPiece]
         end, donor = reach
         if not donor.local:
             end = min([end, *(start for start, _, _ in local if start > at)])
+            if end - at < REMOTE_TOKENS_MIN:
+                at = end
+                continue
         pieces.append(PrefixPiece(at, end, donor, SpanKind.EXACT))
         at = end
     return pieces

@@ -167,12 +167,12 @@ class ReuseEngine:
         report: ReportBuilder,
         cancelled: Callable[[], bool] | None,
     ) -> Filled:
-        pull = asyncio.create_task(self._puller.pull(plan, found, self._costs.costs))
+        local = self._puller.local(plan)
+        pull = asyncio.create_task(self._puller.pull(plan, found, self._costs.costs, local))
         try:
-            lead = _lead_tokens(plan)
+            exact, lead = _lead(plan, local)
             if lead:
-                ids = prompt.token_ids[:lead].astype(np.int64)
-                await self._run(partial(self._runner.prefill, ids, cache, 0, cancelled=cancelled))
+                await self._run(partial(self._begin, prompt, cache, plan, local, exact, lead))
             pulled = await pull
             failed = dict(pulled.failed)
             failed.update(await self._run(partial(failed_blocks, self._runner, list(pulled.remote.values()))))
@@ -192,6 +192,15 @@ class ReuseEngine:
         report.guarded(outcome.residual, outcome.fallback)
         return Filled(cache, outcome.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
 
+    def _begin(self, prompt: PreparedPrompt, cache: KVCache, plan: Plan, local: Pulled, exact: int, lead: int) -> None:
+        """Fill rows [0, lead) while blocks are on their way; in a compute thread. [0, exact) is copied from the own pool."""
+        cache.reserve(plan.tokens)
+        for span in plan.spans:
+            if span.end <= exact:
+                align_span(cache, span, local.blocks, self._runner.spec.rotary)
+        cache.length = exact
+        self._runner.extend(prompt.token_ids[exact:lead].astype(np.int64), cache, exact)
+
     def _complete(
         self,
         prompt: PreparedPrompt,
@@ -209,6 +218,8 @@ class ReuseEngine:
         aligned_bytes = 0
         heads = []
         for span in donor_spans(plan):
+            if span.end <= lead:
+                continue
             align_span(cache, span, pulled.blocks, spec.rotary)
             aligned_bytes += span.tokens * spec.layout.token_bytes
             if span.kind is SpanKind.RECOMPUTE:
@@ -266,13 +277,22 @@ class ReuseEngine:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
 
 
-def _lead_tokens(plan: Plan) -> int:
-    """How many first tokens can be computed while blocks are pulled: the plain beginning of the prompt, if it is worth it."""
-    remote = any(span.donor is not None and not span.donor.local for span in plan.spans)
-    first = plan.spans[0]
-    if not remote or first.kind is not SpanKind.RECOMPUTE or first.donor is not None:
-        return 0
-    return first.tokens if LEAD_TOKENS_MIN <= first.tokens < plan.tokens else 0
+def _lead(plan: Plan, local: Pulled) -> tuple[int, int]:
+    """(exact, lead): rows [0, exact) come from the own pool and [exact, lead) are computed while peers' blocks are on their way.
+
+    (0, 0) if nothing is to be pulled, or too little can be done meanwhile.
+    """
+    if local.failed or all(span.donor is None or span.donor.local for span in plan.spans):
+        return 0, 0
+    exact = 0
+    for span in plan.spans:
+        if span.kind is SpanKind.EXACT and span.donor is not None and span.donor.local:
+            exact = span.end
+        elif span.kind is SpanKind.RECOMPUTE and span.donor is None and span.tokens >= LEAD_TOKENS_MIN:
+            return (exact, span.end) if span.end < plan.tokens else (0, 0)
+        else:
+            break
+    return 0, 0
 
 
 def _only_exact(plan: Plan, why: str) -> tuple[Plan, int]:

@@ -48,25 +48,32 @@ class Puller:
         self._driver = driver
         self._store = store
 
-    async def pull(self, plan: Plan, found: FoundDonors, costs: Costs) -> Pulled:
-        """All blocks of the plan's donors. Never raises for a peer's fault: what did not come is in `failed`. Cancelled, it
-        keeps nothing."""
-        started = time.perf_counter()
+    def local(self, plan: Plan) -> Pulled:
+        """The blocks of the plan that the own pool holds; what it does not hold any more is in `failed`."""
         pulled = Pulled()
-        remote: dict[NodeId, dict[BlockKey, tuple[AnchorMeta, int]]] = {}
-        used: set[AnchorId] = set()
         for span in donor_spans(plan):
-            assert span.donor is not None
-            for anchor, index in blocks_needed(span):
-                key = BlockKey(anchor.anchor_id, index)
-                if span.donor.local:
-                    self._take_local(key, pulled)
-                    used.add(anchor.anchor_id)
-                else:
-                    remote.setdefault(span.donor.holder, {})[key] = (anchor, index)
-        if used:
-            await self._driver.touch(sorted(used))
+            if span.donor is not None and span.donor.local:
+                for anchor, index in blocks_needed(span):
+                    self._take_local(BlockKey(anchor.anchor_id, index), pulled)
+        return pulled
+
+    async def pull(self, plan: Plan, found: FoundDonors, costs: Costs, pulled: Pulled) -> Pulled:
+        """Adds the blocks that peers hold to `pulled` (from `local`) and returns it.
+
+        Never raises for a peer's fault: what did not come is in `failed`. Cancelled, it keeps nothing.
+        """
+        started = time.perf_counter()
+        remote: dict[NodeId, dict[BlockKey, tuple[AnchorMeta, int]]] = {}
+        for span in donor_spans(plan):
+            if span.donor is not None and not span.donor.local:
+                wants = remote.setdefault(span.donor.holder, {})
+                wants.update(
+                    (BlockKey(anchor.anchor_id, index), (anchor, index)) for anchor, index in blocks_needed(span)
+                )
+        used = {key.anchor_id for key in pulled.blocks}
         try:
+            if used:
+                await self._driver.touch(sorted(used))
             await asyncio.gather(
                 *(self._fetch(holder, wants, found, costs, pulled) for holder, wants in remote.items())
             )

@@ -29,6 +29,7 @@ from agent_cases import (
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import CancelledByCaller, UsageError
+from kvcomm_p2p.model.call import cache_argument
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.reply import Reply
@@ -320,7 +321,7 @@ def test_model_generate_goes_on_from_a_prefill(make_agent: MakeAgent, runner: Mo
                         max_new_tokens=12,
                         do_sample=False,
                         pad_token_id=2,
-                        **{runner._call._cache_argument: cache},  # renamed between releases of transformers
+                        **{cache_argument(runner.model): cache},  # renamed between releases of transformers
                     )
                 assert out[0, tokens:].tolist() == expected
                 assert report.prompt_tokens == tokens

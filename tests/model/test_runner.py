@@ -67,6 +67,20 @@ def test_recompute_into_rows_that_nothing_counted(runner: ModelRunner) -> None:
     assert cache.length == 70
 
 
+@pytest.mark.parametrize("start", [0, 1, 33])
+def test_extend_leaves_the_keys_and_values_of_prefill(runner: ModelRunner, start: int) -> None:
+    whole, cache = runner.new_cache(70), runner.new_cache(70)
+    runner.prefill(IDS, whole)
+    if start:
+        runner.prefill(IDS[:start], cache)
+    runner.extend(IDS[start:60], cache, start)
+    assert cache.length == 60
+    torch.testing.assert_close(cache.keys[:, :, :, :60], whole.keys[:, :, :, :60], rtol=0, atol=1e-4)
+    torch.testing.assert_close(cache.values[:, :, :, :60], whole.values[:, :, :, :60], rtol=0, atol=1e-4)
+    with pytest.raises(UsageError):
+        runner.extend(IDS[60:], cache, 59)
+
+
 def test_recompute_leaves_other_rows_alone_and_sees_them(runner: ModelRunner) -> None:
     cache = runner.new_cache(80)
     runner.prefill(IDS, cache)

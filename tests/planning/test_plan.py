@@ -12,6 +12,7 @@ from planning_cases import COSTS, EXACT_RULES, ME, PEER, RULES, TOKEN_BYTES, Tok
 
 from kvcomm_p2p.planning.costs import PullCost
 from kvcomm_p2p.planning.plan import HEAD_WHY, LAST_WHY, make_plan
+from kvcomm_p2p.planning.prefix import REMOTE_TOKENS_MIN
 from kvcomm_p2p.planning.spans import (
     blocks_needed,
     exact_until,
@@ -145,6 +146,16 @@ def test_a_gap_in_an_exact_prefix_is_recomputed_and_stays_exact() -> None:
         (1400, 1500, "recompute"),
     ]
     assert exact_until(plan) == 1500
+
+
+def test_a_few_shared_template_tokens_do_not_cost_a_block_from_a_peer() -> None:
+    prompt = words(1, 1000)
+    for tokens, used in ((REMOTE_TOKENS_MIN - 1, False), (300, True)):
+        elsewhere = joined(prompt[:tokens], words(2, 500))
+        remote = make_plan(prompt, [donor(elsewhere)], Mode.EXACT, EXACT_RULES, COSTS)
+        assert any(span.donor is not None for span in remote.spans) == used
+        own = make_plan(prompt, [donor(elsewhere, local=True)], Mode.EXACT, EXACT_RULES, COSTS)
+        assert shape(own)[0] == (0, tokens, "exact")
 
 
 def test_local_is_preferred_at_equal_length() -> None:

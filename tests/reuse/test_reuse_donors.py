@@ -16,7 +16,7 @@ from reuse_cases import LAYOUT, donor, meta, plan_of
 
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import FetchResult, TokensResult
-from kvcomm_p2p.planning.types import Costs, Span, SpanKind
+from kvcomm_p2p.planning.types import Costs, Plan, Span, SpanKind
 from kvcomm_p2p.planning.winnow import fingerprints
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
@@ -25,7 +25,7 @@ from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors, _without_gaps
 from kvcomm_p2p.reuse.lineage import LINEAGE_MAX, Lineage
 from kvcomm_p2p.reuse.publish import _stretches
-from kvcomm_p2p.reuse.pulling import Puller
+from kvcomm_p2p.reuse.pulling import Pulled, Puller
 from kvcomm_p2p.store import BlockStore
 
 ME, ANN, BOB = NodeId(b"me" + bytes(14)), NodeId(b"ann" + bytes(13)), NodeId(b"bob" + bytes(13))
@@ -293,6 +293,10 @@ def deliver(driver: FakeDriver, blocks: Sequence[Any]) -> FetchResult:
     return FetchResult({key: driver.store.put(bytes(size)) for key, size, _ in blocks}, {}, 0.0)
 
 
+async def pull_all(puller: Puller, plan: Plan, found: FoundDonors) -> Pulled:
+    return await puller.pull(plan, found, COSTS, puller.local(plan))
+
+
 def test_a_pull_asks_each_holder_for_what_the_plan_needs() -> None:
     driver, (plan, found) = FakeDriver(), two_peers()
     asked: dict[NodeId, list[tuple[int, int]]] = {}
@@ -303,7 +307,7 @@ def test_a_pull_asks_each_holder_for_what_the_plan_needs() -> None:
 
     driver.fetching = fetching
     fake: Any = driver
-    pulled = asyncio.run(Puller(fake, driver.store).pull(plan, found, COSTS))
+    pulled = asyncio.run(pull_all(Puller(fake, driver.store), plan, found))
     assert asked == {
         ANN: [(0, LAYOUT.block_bytes(32)), (1, LAYOUT.block_bytes(32))],
         BOB: [(0, LAYOUT.block_bytes(32))],
@@ -327,7 +331,7 @@ def test_a_cancelled_pull_keeps_nothing() -> None:
     async def run() -> None:
         driver.fetching = fetching
         fake: Any = driver
-        task = asyncio.create_task(Puller(fake, driver.store).pull(plan, found, COSTS))
+        task = asyncio.create_task(pull_all(Puller(fake, driver.store), plan, found))
         while not driver.store.held_bytes:
             await asyncio.sleep(0)
         task.cancel()
@@ -351,11 +355,11 @@ def test_what_was_evicted_meanwhile_is_a_miss() -> None:
         Span(96, 97, SpanKind.RECOMPUTE),
     ]
     fake: Any = driver
-    pulled = asyncio.run(Puller(fake, driver.store).pull(plan_of(spans), FoundDonors((), {}, (), 0.0), COSTS))
+    pulled = asyncio.run(pull_all(Puller(fake, driver.store), plan_of(spans), FoundDonors((), {}, (), 0.0)))
     assert set(pulled.blocks) == {BlockKey(anchor.anchor_id, 0)}
     assert {key: miss.reason for key, miss in pulled.failed.items()} == {
         BlockKey(anchor.anchor_id, 1): MissReason.EVICTED,
         BlockKey(lost.anchor_id, 0): MissReason.EVICTED,
     }
-    assert driver.touched == [anchor.anchor_id, lost.anchor_id]
+    assert driver.touched == [anchor.anchor_id]
     assert (pulled.kv_bytes, pulled.handles, pulled.remote) == (0, {}, {})
