@@ -111,6 +111,10 @@ class AnchorMeta:
         """Number of tokens in block `index` (the last block may be partial)."""
         return min(BLOCK_TOKENS, self.tokens - index * BLOCK_TOKENS)
 
+    def block_bytes(self, index: int) -> int:
+        """Bytes of block `index`."""
+        return self.kv_bytes // self.tokens * self.block_tokens(index)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldAnchor:

@@ -12,6 +12,9 @@ from kvcomm_p2p.planning.types import Costs, Plan, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey
 from kvcomm_p2p.protocol.ids import NodeId
 
+LEAD_TOKENS_MIN = 8
+"""A shorter own beginning is not worth a forward of its own while blocks are on their way."""
+
 
 def span_hops(span: Span) -> int:
     """Largest hops among the donor's anchors that the span draws from; 0 without a donor."""
@@ -84,9 +87,9 @@ def pulled_bytes(spans: Iterable[Span], token_bytes: int) -> dict[NodeId, int]:
 def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
     """Seconds from knowing the plan to next-token logits.
 
-    Without pulls everything is computed in one forward. With pulls, what stands before the first pulled or rotated KV
-    is one forward beside them, and all the rest a second one. Pulls from several peers share our link: their bytes add
-    up, their latencies run side by side.
+    Without pulls everything is computed in one forward. With pulls, blocks are aligned as they come; what stands before the
+    first pulled or rotated KV is one forward beside them and all the rest a second one, if the pulls take longer than a
+    forward's fixed cost, else everything is one forward after them.
     """
     ahead, rest = np.zeros(2), np.zeros(2)
     behind, copied = False, 0
@@ -97,12 +100,37 @@ def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, Pull
             (rest if behind else ahead)[:] += span.tokens, attended(span.tokens, span.start)
         elif span.donor is not None:
             behind = behind or span.kind is SpanKind.REUSE or not span.donor.local
+    wait = pull_wait_s(spans, costs, pulls)
+    if wait <= costs.forward_s:
+        return max(wait, align_s(costs, copied)) + _forward_s(costs, ahead + rest)
+    return max(wait, align_s(costs, copied), _forward_s(costs, ahead)) + _forward_s(costs, rest)
+
+
+def pull_wait_s(spans: Iterable[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
+    """Seconds until all blocks of peers are here, 0 if none are needed: bytes share our link, latencies run side by side."""
     pulled = pulled_bytes(spans, costs.token_bytes)
-    if not pulled:
-        return align_s(costs, copied) + _forward_s(costs, ahead + rest)
     by_peer = [(pull_cost(costs, pulls, holder), kv_bytes) for holder, kv_bytes in pulled.items()]
-    pull = max(cost.latency_s for cost, _ in by_peer) + sum(n / cost.bytes_per_s for cost, n in by_peer)
-    return max(pull, _forward_s(costs, ahead)) + align_s(costs, copied) + _forward_s(costs, rest)
+    latency = max((cost.latency_s for cost, _ in by_peer), default=0.0)
+    return latency + sum(kv_bytes / cost.bytes_per_s for cost, kv_bytes in by_peer)
+
+
+def lead_rows(plan: Plan, costs: Costs, pulls: Mapping[NodeId, PullCost]) -> tuple[int, int]:
+    """(exact, lead): rows [0, exact) come from the own pool, [exact, lead) are computed while peers' blocks are coming.
+
+    (0, 0) if too little can be done meanwhile, or the blocks will be here before another forward has paid for reading all
+    weights once more.
+    """
+    if pull_wait_s(plan.spans, costs, pulls) <= costs.forward_s:
+        return 0, 0
+    exact = 0
+    for span in plan.spans:
+        if span.kind is SpanKind.EXACT and span.donor is not None and span.donor.local:
+            exact = span.end
+        elif span.kind is SpanKind.RECOMPUTE and span.donor is None and span.tokens >= LEAD_TOKENS_MIN:
+            return (exact, span.end) if span.end < plan.tokens else (0, 0)
+        else:
+            break
+    return 0, 0
 
 
 def _forward_s(costs: Costs, tokens_and_pairs: npt.NDArray[np.float64]) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,8 +13,37 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import RotaryGeometry
 from kvcomm_p2p.planning.spans import blocks_needed
 from kvcomm_p2p.planning.types import Span
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey
 from kvcomm_p2p.reuse.blocks import block_tensors
+
+
+class Aligner:
+    """Aligns blocks in whatever order they come, each as soon as it is here, so that the work hides behind the pull.
+
+    Thread safe: blocks fill different rows. The slab must have room for the whole prompt and must not grow meanwhile.
+    """
+
+    def __init__(self, cache: KVCache, spans: Iterable[Span], rotary: RotaryGeometry | None) -> None:
+        """`spans`: those with a donor; others are ignored. `rotary` None: spans must not move (`exact`)."""
+        self._cache = cache
+        self._rotary = rotary
+        self._uses: dict[BlockKey, list[tuple[Span, AnchorMeta, int]]] = {}
+        for span in spans:
+            for anchor, index in blocks_needed(span):
+                self._uses.setdefault(BlockKey(anchor.anchor_id, index), []).append((span, anchor, index))
+        self._lock = threading.Lock()
+        self.seconds = 0.0
+        self.kv_bytes = 0
+
+    def put(self, blocks: Mapping[BlockKey, memoryview]) -> None:
+        """Write the rows of these blocks. Raises ValueError for a block of a wrong size."""
+        started = time.perf_counter()
+        for key, data in blocks.items():
+            for span, anchor, index in self._uses.get(key, ()):
+                _align_block(self._cache, span, anchor, index, data, self._rotary)
+        with self._lock:
+            self.seconds += time.perf_counter() - started
+            self.kv_bytes += sum(data.nbytes for data in blocks.values())
 
 
 def align_span(
@@ -22,22 +53,28 @@ def align_span(
 
     Keys are rotated by the distance between their position here and where they were computed; distance 0 copies the bits.
     """
+    for anchor, index in blocks_needed(span):
+        _align_block(cache, span, anchor, index, blocks[BlockKey(anchor.anchor_id, index)], rotary)
+
+
+def _align_block(
+    cache: KVCache, span: Span, anchor: AnchorMeta, index: int, data: memoryview, rotary: RotaryGeometry | None
+) -> None:
+    """The rows of `span` that one block of its donor holds."""
     shift = span.start - span.donor_start
     inv_freq = torch.tensor(rotary.inv_freq if rotary else (), dtype=torch.float64)
-    interleaved = rotary.interleaved if rotary else False
-    for anchor, index in blocks_needed(span):
-        first = anchor.start + index * BLOCK_TOKENS
-        tokens = anchor.block_tokens(index)
-        keys, values = block_tensors(blocks[BlockKey(anchor.anchor_id, index)], cache.layout, tokens)
-        low = max(span.donor_start, first)
-        high = min(span.donor_start + span.tokens, first + tokens)
-        rope_shift(
-            keys[:, :, low - first : high - first],
-            values[:, :, low - first : high - first],
-            None,
-            shift,
-            inv_freq,
-            interleaved,
-            out_keys=cache.keys[:, 0, :, low + shift : high + shift],
-            out_values=cache.values[:, 0, :, low + shift : high + shift],
-        )
+    first = anchor.start + index * BLOCK_TOKENS
+    tokens = anchor.block_tokens(index)
+    keys, values = block_tensors(data, cache.layout, tokens)
+    low = max(span.donor_start, first)
+    high = min(span.donor_start + span.tokens, first + tokens)
+    rope_shift(
+        keys[:, :, low - first : high - first],
+        values[:, :, low - first : high - first],
+        None,
+        shift,
+        inv_freq,
+        rotary.interleaved if rotary else False,
+        out_keys=cache.keys[:, 0, :, low + shift : high + shift],
+        out_values=cache.values[:, 0, :, low + shift : high + shift],
+    )

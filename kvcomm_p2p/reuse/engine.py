@@ -21,21 +21,18 @@ from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.plan import make_plan
-from kvcomm_p2p.planning.spans import blocks_needed, recompute_positions
+from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import PrefillReport, Timings
-from kvcomm_p2p.reuse.align import align_span
+from kvcomm_p2p.reuse.align import Aligner
 from kvcomm_p2p.reuse.checks import failed_blocks
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.guard import keep_head, residual
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.replan import dense_plan, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
-
-LEAD_TOKENS_MIN = 8
-"""A shorter own beginning is not worth a forward of its own while blocks are on their way."""
 
 T = TypeVar("T")
 
@@ -60,7 +57,6 @@ class _Outcome:
     plan: Plan
     residual: float | None
     fallback: str
-    align_s: float
     recompute_s: float
 
 
@@ -167,19 +163,28 @@ class ReuseEngine:
         report: ReportBuilder,
         cancelled: Callable[[], bool] | None,
     ) -> Filled:
+        cache.reserve(plan.tokens)
+        aligner = Aligner(cache, donor_spans(plan), self._runner.spec.rotary)
+
+        async def align(blocks: dict[BlockKey, memoryview]) -> None:
+            await self._run(partial(aligner.put, blocks))
+
         local = self._puller.local(plan)
-        pull = asyncio.create_task(self._puller.pull(plan, found, self._costs.costs, local))
+        costs = self._costs.costs
+        pull = asyncio.create_task(self._puller.pull(plan, found, costs, local, align))
         try:
-            exact, lead = _lead(plan, local)
+            if local.blocks:
+                await align(dict(local.blocks))
+            exact, lead = (0, 0) if local.failed else lead_rows(plan, costs, self._costs.pulls)
             if lead:
-                await self._run(partial(self._begin, prompt, cache, plan, local, exact, lead))
+                await self._run(partial(self._extend, prompt, cache, exact, lead))
             pulled = await pull
             failed = dict(pulled.failed)
             failed.update(await self._run(partial(failed_blocks, self._runner, list(pulled.remote.values()))))
             self._blame(failed, found)
             report.pulled(pulled, failed)
             usable = without_blocks(plan, failed)
-            outcome = await self._run(partial(self._complete, prompt, cache, usable, pulled, lead, cancelled))
+            outcome = await self._run(partial(self._complete, prompt, cache, usable, lead, cancelled))
         except BaseException:
             pull.cancel()
             pull.add_done_callback(self._abandoned)
@@ -188,16 +193,13 @@ class ReuseEngine:
         used = {BlockKey(meta.anchor_id, i) for span in outcome.plan.spans for meta, i in blocks_needed(span)}
         self._puller.release(pulled, [key for key in pulled.handles if key not in used])
         self._observe_pull(pulled, plan)
-        timings = Timings(pull_s=pulled.seconds, align_s=outcome.align_s, recompute_s=outcome.recompute_s)
+        self._costs.saw_align(aligner.kv_bytes, aligner.seconds)
+        timings = Timings(pull_s=pulled.seconds, align_s=aligner.seconds, recompute_s=outcome.recompute_s)
         report.guarded(outcome.residual, outcome.fallback)
         return Filled(cache, outcome.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
 
-    def _begin(self, prompt: PreparedPrompt, cache: KVCache, plan: Plan, local: Pulled, exact: int, lead: int) -> None:
-        """Fill rows [0, lead) while blocks are on their way; in a compute thread. [0, exact) is copied from the own pool."""
-        cache.reserve(plan.tokens)
-        for span in plan.spans:
-            if span.end <= exact:
-                align_span(cache, span, local.blocks, self._runner.spec.rotary)
+    def _extend(self, prompt: PreparedPrompt, cache: KVCache, exact: int, lead: int) -> None:
+        """Compute rows [exact, lead) behind what the own pool gave."""
         cache.length = exact
         self._runner.extend(prompt.token_ids[exact:lead].astype(np.int64), cache, exact)
 
@@ -206,26 +208,18 @@ class ReuseEngine:
         prompt: PreparedPrompt,
         cache: KVCache,
         plan: Plan,
-        pulled: Pulled,
         lead: int,
         cancelled: Callable[[], bool] | None,
     ) -> _Outcome:
-        """Align, repair, guard; in a compute thread. Rows [0, lead) are computed already."""
+        """Repair and guard an aligned slab; in a compute thread. Rows [0, lead) are computed already."""
         spec = self._runner.spec
         ids = prompt.token_ids.astype(np.int64)
         started = time.perf_counter()
-        cache.reserve(plan.tokens)
-        aligned_bytes = 0
-        heads = []
-        for span in donor_spans(plan):
-            if span.end <= lead:
-                continue
-            align_span(cache, span, pulled.blocks, spec.rotary)
-            aligned_bytes += span.tokens * spec.layout.token_bytes
-            if span.kind is SpanKind.RECOMPUTE:
-                heads.append(keep_head(cache, span.start, span.end))
-        aligned = time.perf_counter()
-        self._costs.saw_align(aligned_bytes, aligned - started)
+        heads = [
+            keep_head(cache, span.start, span.end)
+            for span in donor_spans(plan)
+            if span.kind is SpanKind.RECOMPUTE and span.end > lead
+        ]
         positions = recompute_positions(plan)
         logits = self._recompute(ids, positions[positions >= lead], cache, cancelled)
         measured = residual(cache, heads)
@@ -238,8 +232,7 @@ class ReuseEngine:
             plan, exact = _only_exact(plan, fallback)
             cache.truncate(exact)
             logits = self._runner.prefill(ids[exact:], cache, exact, cancelled=cancelled)
-        done = time.perf_counter()
-        return _Outcome(logits, plan, measured, fallback, aligned - started, done - aligned)
+        return _Outcome(logits, plan, measured, fallback, time.perf_counter() - started)
 
     def _recompute(
         self, ids: np.ndarray, positions: np.ndarray, cache: KVCache, cancelled: Callable[[], bool] | None
@@ -275,24 +268,6 @@ class ReuseEngine:
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
-
-
-def _lead(plan: Plan, local: Pulled) -> tuple[int, int]:
-    """(exact, lead): rows [0, exact) come from the own pool and [exact, lead) are computed while peers' blocks are on their way.
-
-    (0, 0) if nothing is to be pulled, or too little can be done meanwhile.
-    """
-    if local.failed or all(span.donor is None or span.donor.local for span in plan.spans):
-        return 0, 0
-    exact = 0
-    for span in plan.spans:
-        if span.kind is SpanKind.EXACT and span.donor is not None and span.donor.local:
-            exact = span.end
-        elif span.kind is SpanKind.RECOMPUTE and span.donor is None and span.tokens >= LEAD_TOKENS_MIN:
-            return (exact, span.end) if span.end < plan.tokens else (0, 0)
-        else:
-            break
-    return 0, 0
 
 
 def _only_exact(plan: Plan, why: str) -> tuple[Plan, int]:

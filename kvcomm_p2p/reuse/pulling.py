@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvcomm_p2p.net.driver import Driver
@@ -21,6 +21,9 @@ DEADLINE_FACTOR = 6.0
 """A pull may take this many times its predicted time before the rest of it is given up (stalls end much earlier)."""
 
 DEADLINE_MIN_S = 2.0
+
+GROUP_BLOCKS = 8
+"""Blocks per fetch: small enough that aligning one group hides behind pulling the next, large enough to keep the link busy."""
 
 WAIT_LOST_MAX_S = 0.24
 """What one request may lose in all by waiting for peers that do not deliver: token ids and blocks together (promised: 0.25)."""
@@ -57,8 +60,15 @@ class Puller:
                     self._take_local(BlockKey(anchor.anchor_id, index), pulled)
         return pulled
 
-    async def pull(self, plan: Plan, found: FoundDonors, costs: Costs, pulled: Pulled) -> Pulled:
-        """Adds the blocks that peers hold to `pulled` (from `local`) and returns it.
+    async def pull(
+        self,
+        plan: Plan,
+        found: FoundDonors,
+        costs: Costs,
+        pulled: Pulled,
+        on_blocks: Callable[[dict[BlockKey, memoryview]], Awaitable[None]],
+    ) -> Pulled:
+        """Adds the blocks that peers hold to `pulled` (from `local`) and returns it; `on_blocks` gets them as they come.
 
         Never raises for a peer's fault: what did not come is in `failed`. Cancelled, it keeps nothing.
         """
@@ -75,7 +85,7 @@ class Puller:
             if used:
                 await self._driver.touch(sorted(used))
             await asyncio.gather(
-                *(self._fetch(holder, wants, found, costs, pulled) for holder, wants in remote.items())
+                *(self._fetch_all(holder, wants, found, costs, pulled, on_blocks) for holder, wants in remote.items())
             )
         except BaseException:
             self.release(pulled, list(pulled.handles))
@@ -99,23 +109,44 @@ class Puller:
         except StaleHandle:
             pulled.failed[key] = Miss(MissReason.EVICTED, "evicted from the own pool between planning and reading")
 
-    async def _fetch(
+    async def _fetch_all(
         self,
         holder: NodeId,
         wants: dict[BlockKey, tuple[AnchorMeta, int]],
         found: FoundDonors,
         costs: Costs,
         pulled: Pulled,
+        on_blocks: Callable[[dict[BlockKey, memoryview]], Awaitable[None]],
     ) -> None:
-        asked = []
-        for key, (anchor, index) in wants.items():
-            detail = found.details[holder, anchor.anchor_id]
-            kv_bytes = anchor.kv_bytes // anchor.tokens * anchor.block_tokens(index)
-            asked.append((key, kv_bytes, detail.digests[index]))
-        predicted = pull_s(costs, sum(kv_bytes for _, kv_bytes, _ in asked))
-        deadline_s = max(DEADLINE_MIN_S, DEADLINE_FACTOR * predicted)
+        """Everything that is wanted of one holder, in groups, each handed on when it is whole."""
+        kv_bytes = sum(anchor.block_bytes(index) for anchor, index in wants.values())
+        deadline_s = max(DEADLINE_MIN_S, DEADLINE_FACTOR * pull_s(costs, kv_bytes))
+
+        async def fetch(keys: list[BlockKey]) -> None:
+            group = {key: wants[key] for key in keys}
+            came = await self._fetch(holder, group, found, deadline_s, pulled)
+            if came:
+                await on_blocks(came)
+
+        keys = list(wants)
+        groups = [keys[at : at + GROUP_BLOCKS] for at in range(0, len(keys), GROUP_BLOCKS)]
+        await asyncio.gather(*(fetch(group) for group in groups))
+
+    async def _fetch(
+        self,
+        holder: NodeId,
+        wants: dict[BlockKey, tuple[AnchorMeta, int]],
+        found: FoundDonors,
+        deadline_s: float,
+        pulled: Pulled,
+    ) -> dict[BlockKey, memoryview]:
+        asked = [
+            (key, anchor.block_bytes(index), found.details[holder, anchor.anchor_id].digests[index])
+            for key, (anchor, index) in wants.items()
+        ]
         stall_s = max(WAIT_LOST_MAX_S - found.wait_lost_s, 0.0)
         result = await self._driver.fetch(holder, asked, deadline_s, stall_s)
+        came: dict[BlockKey, memoryview] = {}
         pulled.failed.update(result.missed)
         pulled.wait_lost_s = max(pulled.wait_lost_s, result.wait_lost_s)
         for key, handle in result.found.items():
@@ -127,7 +158,7 @@ class Puller:
             except StaleHandle:
                 pulled.failed[key] = Miss(MissReason.EVICTED, "the fetched block was dropped before it was read")
                 continue
-            pulled.blocks[key] = data
+            came[key] = pulled.blocks[key] = data
             pulled.handles[key] = handle
             pulled.anchors[anchor.anchor_id] = anchor
             pulled.kv_bytes += data.nbytes
@@ -138,6 +169,7 @@ class Puller:
                 token_ids=detail.token_ids[offset : offset + anchor.block_tokens(index)],
                 position=anchor.start + offset,
             )
+        return came
 
 
 def donor_spans(plan: Plan) -> list[Span]:

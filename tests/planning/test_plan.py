@@ -17,11 +17,12 @@ from kvcomm_p2p.planning.spans import (
     blocks_needed,
     exact_until,
     hops_at,
+    lead_rows,
     pulled_bytes,
     recompute_positions,
     span_hops,
 )
-from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, ReuseRules, SpanKind
+from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, ReuseRules, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 
@@ -366,3 +367,34 @@ def test_every_plan_keeps_the_rules(
         assert item.miss.detail
         assert item.miss.reason in (MissReason.COST, MissReason.TOO_SHORT, MissReason.EXACT_ONLY)
     assert make_plan(prompt, donors, mode, rules, costs) == plan
+
+
+def test_lead_is_the_prompts_own_beginning_while_peers_are_asked() -> None:
+    """It is computed beside the pull if the pull takes longer than a forward costs for any number of tokens."""
+    document = words(2, 320)
+    slow, fast = replace(COSTS, pull_bytes_per_s=1e6), replace(COSTS, pull_bytes_per_s=1e15, pull_latency_s=1e-9)
+
+    def lead(plan: Plan, costs: Costs = slow) -> tuple[int, int]:
+        return lead_rows(plan, costs, {})
+
+    def reused(beginning: int, source: Donor) -> Plan:
+        run = Span(beginning, beginning + 64, SpanKind.REUSE, source, 0)
+        spans = (Span(0, beginning, SpanKind.RECOMPUTE), run, Span(run.end, run.end + 1, SpanKind.RECOMPUTE))
+        return Plan(run.end + 1, Mode.BALANCED, spans, (), 1.0, 1.0)
+
+    remote, local = donor(document), donor(document, local=True)
+    assert lead(reused(8, remote)) == (0, 8)
+    assert lead(reused(8, remote), fast) == (0, 0), "the blocks are here at once"
+    assert lead(reused(7, remote)) == (0, 0), "too short for a forward of its own"
+    assert lead(reused(8, local)) == (0, 0), "nothing to wait for"
+    whole = (Span(0, 9, SpanKind.RECOMPUTE),)
+    assert lead(Plan(9, Mode.BALANCED, whole, (), 1.0, 1.0)) == (0, 0)
+    head, rest = Span(0, 16, SpanKind.RECOMPUTE, remote), Span(16, 64, SpanKind.REUSE, remote, 16)
+    assert lead(Plan(64, Mode.BALANCED, (head, rest), (), 1.0, 1.0)) == (0, 0), "its donor is not there yet"
+    known = (
+        Span(0, 40, SpanKind.EXACT, local),
+        Span(40, 60, SpanKind.RECOMPUTE),
+        replace(head, start=60, end=76),
+        replace(rest, start=76, end=124),
+    )
+    assert lead(Plan(124, Mode.BALANCED, known, (), 1.0, 1.0)) == (40, 60), "behind what the own pool has"

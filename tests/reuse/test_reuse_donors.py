@@ -294,7 +294,16 @@ def deliver(driver: FakeDriver, blocks: Sequence[Any]) -> FetchResult:
 
 
 async def pull_all(puller: Puller, plan: Plan, found: FoundDonors) -> Pulled:
-    return await puller.pull(plan, found, COSTS, puller.local(plan))
+    handed: dict[BlockKey, memoryview] = {}
+
+    async def on_blocks(blocks: dict[BlockKey, memoryview]) -> None:
+        handed.update(blocks)
+
+    local = puller.local(plan)
+    own = set(local.blocks)
+    pulled = await puller.pull(plan, found, COSTS, local, on_blocks)
+    assert handed == {key: data for key, data in pulled.blocks.items() if key not in own}
+    return pulled
 
 
 def test_a_pull_asks_each_holder_for_what_the_plan_needs() -> None:

@@ -21,12 +21,12 @@ from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.types import Costs, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
-from kvcomm_p2p.reuse.align import align_span
+from kvcomm_p2p.reuse.align import Aligner, align_span
 from kvcomm_p2p.reuse.blocks import block_tensors, copy_block
 from kvcomm_p2p.reuse.checks import LAYER0_ERROR_MAX, PulledBlock, failed_blocks
 from kvcomm_p2p.reuse.engine import ReuseEngine
 from kvcomm_p2p.reuse.guard import keep_head, residual
-from kvcomm_p2p.reuse.pulling import Pulled
+from kvcomm_p2p.reuse.pulling import Pulled, donor_spans
 
 
 def noise_cache(rows: int, dtype: str = "float32", seed: int = 0) -> KVCache:
@@ -237,6 +237,11 @@ def test_alignment_gathers_any_stretch_over_any_blocks(offset: int, tokens: int,
     untouched = cache.keys.clone()
     span = Span(start, start + tokens, SpanKind.REUSE, donor(anchors), offset)
     align_span(cache, span, blocks, None)
+    again = noise_cache(start + tokens + 5, seed=1)
+    aligner = Aligner(again, [span], None)
+    for key in reversed(blocks):
+        aligner.put({key: blocks[key]})
+    assert torch.equal(again.keys, cache.keys) and torch.equal(again.values, cache.values)
     if start == offset:
         assert torch.equal(cache.keys[:, :, :, start : start + tokens], source.keys[:, :, :, offset : offset + tokens])
     assert torch.equal(cache.values[:, :, :, start : start + tokens], source.values[:, :, :, offset : offset + tokens])
@@ -288,7 +293,8 @@ def test_recomputing_all_gives_full_prefill_whatever_was_aligned(
     true = float_runner.prefill(ids, full)
     if lead:
         float_runner.prefill(ids[:lead], cache)
-    outcome = engine_for(float_runner)._complete(prompt, cache, plan, pulled, lead, None)
+    Aligner(cache, donor_spans(plan), float_runner.spec.rotary).put(pulled.blocks)
+    outcome = engine_for(float_runner)._complete(prompt, cache, plan, lead, None)
     assert cache.length == len(ids)
     exact = 10 + head
     assert torch.allclose(cache.keys[:, :, :, :exact], full.keys[:, :, :, :exact], atol=1e-4)
@@ -314,7 +320,8 @@ def test_the_guards_fallback_is_full_prefill(float_runner: ModelRunner, poison: 
         float_runner.prefill(ids[:lead], cache)
     assert isinstance(cache, KVCache) and isinstance(full, KVCache)
     true = float_runner.prefill(ids, full)
-    outcome = engine_for(float_runner, 1e9 if poison else 1e-6)._complete(prompt, cache, plan, pulled, lead, None)
+    Aligner(cache, donor_spans(plan), float_runner.spec.rotary).put(pulled.blocks)
+    outcome = engine_for(float_runner, 1e9 if poison else 1e-6)._complete(prompt, cache, plan, lead, None)
     assert outcome.fallback
     assert [span.kind for span in outcome.plan.spans] == [SpanKind.RECOMPUTE]
     assert torch.allclose(outcome.logits, true, atol=1e-4)
@@ -322,9 +329,9 @@ def test_the_guards_fallback_is_full_prefill(float_runner: ModelRunner, poison: 
 
 
 def test_a_cancelled_completion_stops(float_runner: ModelRunner) -> None:
-    _, pulled, prompt = moved_plan(float_runner, 0)
+    _, _, prompt = moved_plan(float_runner, 0)
     cache = float_runner.new_cache(len(prompt.token_ids))
     assert isinstance(cache, KVCache)
     spans = [Span(0, 64, SpanKind.EXACT, donor([meta(1, 0, 132)]), 0), Span(64, 112, SpanKind.RECOMPUTE)]
     with pytest.raises(CancelledByCaller):
-        engine_for(float_runner)._complete(prompt, cache, plan_of(spans), pulled, 0, lambda: True)
+        engine_for(float_runner)._complete(prompt, cache, plan_of(spans), 0, lambda: True)

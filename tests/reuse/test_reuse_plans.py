@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.report import Timings
 from kvcomm_p2p.reuse.donors import FoundDonors
-from kvcomm_p2p.reuse.engine import _lead, _only_exact
+from kvcomm_p2p.reuse.engine import _only_exact
 from kvcomm_p2p.reuse.pulling import Pulled
 from kvcomm_p2p.reuse.replan import dense_plan, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
@@ -98,42 +97,6 @@ def test_dense_plan() -> None:
     plan = dense_plan(7, Mode.DENSE)
     assert covers(plan) and recompute_positions(plan).tolist() == list(range(7))
     assert "asked" in plan.spans[0].why and dense_plan(7, Mode.EXACT, "no").spans[0].why == "no"
-
-
-def test_lead_is_the_prompts_own_beginning_while_peers_are_asked() -> None:
-    remote, local = donor([meta(1, 0, 64)]), donor([meta(1, 0, 64)], local=True)
-
-    def lead(beginning: int, source: Any) -> tuple[int, int]:
-        return _lead(
-            plan_of(
-                [
-                    Span(0, beginning, SpanKind.RECOMPUTE, why="no donor"),
-                    Span(beginning, beginning + 64, SpanKind.REUSE, source),
-                    Span(beginning + 64, beginning + 65, SpanKind.RECOMPUTE),
-                ]
-            ),
-            Pulled(),
-        )
-
-    assert lead(8, remote) == (0, 8)
-    assert lead(7, remote) == (0, 0), "too short for a forward of its own"
-    assert lead(8, local) == (0, 0), "nothing to wait for"
-    assert _lead(plan_of([Span(0, 9, SpanKind.RECOMPUTE)]), Pulled()) == (0, 0)
-    head = Span(0, 16, SpanKind.RECOMPUTE, remote)
-    reused = Span(16, 64, SpanKind.REUSE, remote, 16)
-    assert _lead(plan_of([head, reused]), Pulled()) == (0, 0), "its donor is not there yet"
-
-    known = plan_of(
-        [
-            Span(0, 40, SpanKind.EXACT, local),
-            Span(40, 60, SpanKind.RECOMPUTE, why="no donor"),
-            replace(head, start=60, end=76),
-            replace(reused, start=76, end=124),
-        ]
-    )
-    assert _lead(known, Pulled()) == (40, 60), "behind what the own pool has"
-    evicted = Pulled(failed={keys_of(known)[0]: Miss(MissReason.EVICTED)})
-    assert _lead(known, evicted) == (0, 0), "what the own pool had is gone"
 
 
 # ---------------------------------------------------------------------------------------------------------------- report
