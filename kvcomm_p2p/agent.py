@@ -11,7 +11,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from kvcomm_p2p.agent_status import AgentStatus, Totals
 from kvcomm_p2p.errors import CancelledByCaller, ConfigError, UsageError
 from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare, prepare_ids
 from kvcomm_p2p.reply import Prefilled, Reply
@@ -115,7 +115,9 @@ class Agent:
             dtype=self._dtype,
             groups=self._groups,
         )
-        building = loop.run_in_executor(None, build)
+        builder = helper_pool(1, "kvcomm-build")
+        building = loop.run_in_executor(builder, build)
+        builder.shutdown(wait=False)
         try:
             stack = await asyncio.shield(building)
         except asyncio.CancelledError:
@@ -128,7 +130,7 @@ class Agent:
         except BaseException:
             await loop.run_in_executor(None, stack.close)
             raise
-        self._decoders = ThreadPoolExecutor(GENERATIONS_MAX, thread_name_prefix="kvcomm-decode")
+        self._decoders = helper_pool(GENERATIONS_MAX, "kvcomm-decode")
         return stack
 
     async def close(self) -> None:
@@ -248,7 +250,7 @@ class Agent:
         )
         filled = await self.fill(prepared, mode)
         call = partial(filled.cache.to_dynamic, stack.runner.model.config)
-        cache = await asyncio.get_running_loop().run_in_executor(None, call)
+        cache = await asyncio.get_running_loop().run_in_executor(self._decoders, call)
         self._totals.add(filled.report)
         return Prefilled(cache, filled.report, filled.logits)
 

@@ -10,7 +10,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 from kvcomm_p2p.errors import ConfigError, NameTakenError, UsageError
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
 from kvcomm_p2p.net.keys import load_cluster_keys
 from kvcomm_p2p.net.transport import Addresses
@@ -39,12 +39,12 @@ from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.store import BlockStore
 
 COMPUTE_THREADS = 4
-"""Forwards run one at a time; the other threads copy, hash and align meanwhile."""
+"""They wait for forwards, and copy, check and align meanwhile."""
 
 JOIN_TIMEOUT_S = 2.0
 SETTLE_TIMEOUT_S = 60.0
-PROBE_PREFILLS = (8, 64, 64)
-"""Tokens of the prefills that are timed when an agent starts; the first only warms up."""
+PROBE_TOKENS, PROBE_RUNS = (1, 64), 2
+"""Sizes of the prefills that are timed when an agent starts, and how often: what a forward costs, and each token in it."""
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class AgentStack:
         self.node_id: NodeId = driver.node_id
         self._name = name
         self._names: dict[bytes, str] = {}
-        self._compute = ThreadPoolExecutor(COMPUTE_THREADS, thread_name_prefix="kvcomm-compute")
+        self._compute = helper_pool(COMPUTE_THREADS, "kvcomm-compute")
         lineage = Lineage()
         finder = DonorFinder(
             driver,
@@ -252,20 +252,22 @@ def build_stack(
 def measured_costs(runner: ModelRunner) -> CostTracker:
     """Time a few small prefills, so that the first plans are not guesses. Pull and align start conservatively."""
     spec = runner.spec
+    few, many = min(PROBE_TOKENS[0], spec.context_tokens_max), min(PROBE_TOKENS[1], spec.context_tokens_max)
     seconds: list[tuple[int, int, float]] = []
-    for tokens in PROBE_PREFILLS:
-        tokens = min(tokens, spec.context_tokens_max)
+    for tokens in (many, *[few, many] * PROBE_RUNS):  # the first only warms up
         started = time.perf_counter()
         runner.prefill([index % runner.vocabulary_size for index in range(tokens)], runner.new_cache(tokens))
         seconds.append((tokens, 0, time.perf_counter() - started))
-    tokens, _, best = min(seconds[1:], key=lambda sample: sample[2])
+    del seconds[0]
+    fastest = [min(s for tokens, _, s in seconds if tokens == size) for size in (few, many)]
+    token_s = max((fastest[1] - fastest[0]) / max(many - few, 1), fastest[1] / many / 10)
     start = Costs(
-        forward_s=max(best * 0.3, 1e-5),
-        token_s=max(best * 0.7 / tokens, 1e-7),
-        attention_s=max(best * 0.7 / tokens, 1e-7) / 5000,
+        forward_s=max(fastest[0] - few * token_s, fastest[0] / 10),
+        token_s=token_s,
+        attention_s=token_s / 5000,
         pull_latency_s=0.01,
         pull_bytes_per_s=4e8,
         align_bytes_per_s=1.5e9,
         token_bytes=spec.layout.token_bytes,
     )
-    return CostTracker.measured(start, seconds[1:])
+    return CostTracker.measured(start, seconds)

@@ -14,6 +14,7 @@ from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.evaluation.metrics import Continuation, Divergence, continue_greedily, diverge
 from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
+from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare
 from kvcomm_p2p.report import PrefillReport
@@ -75,14 +76,14 @@ async def compare(
     if tokens < 1:
         raise UsageError(f"tokens must be at least 1, not {tokens}")
     started = time.perf_counter()
-    prepared = await _aside(partial(prepare, agent.runner.tokenizer, prompt, slots))
+    prepared = await aside(partial(prepare, agent.runner.tokenizer, prompt, slots))
     prepare_s = time.perf_counter() - started
     shared, shared_s = await timed_fill(agent, prepared, Mode.BALANCED, tokens, publish=True)
     await agent.settled()
     dense, dense_s = await timed_fill(agent, prepared, Mode.DENSE, tokens)
-    full, divergence = await _aside(partial(compare_filled, agent, dense, shared, tokens))
+    full, divergence = await aside(partial(compare_filled, agent, dense, shared, tokens))
     decoding = time.perf_counter()
-    answer = await _aside(partial(_decode, agent, prepared, shared, tokens))
+    answer = await aside(partial(_decode, agent, prepared, shared, tokens))
     return Comparison(
         ttft_s=prepare_s + shared_s,
         dense_ttft_s=prepare_s + dense_s,
@@ -116,5 +117,9 @@ def _decode(agent: Agent, prompt: PreparedPrompt, filled: Filled, tokens: int) -
     return decode(agent.runner, filled.cache, ids, filled.logits, Sampling(max_new_tokens=tokens))
 
 
-async def _aside(call: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, call)
+_pool = helper_pool(1, "kvcomm-compare")
+
+
+async def aside(call: Callable[[], T]) -> T:
+    """The result of a blocking call, computed without disturbing the forward thread (see `model.threads`)."""
+    return await asyncio.get_running_loop().run_in_executor(_pool, call)

@@ -3,7 +3,8 @@
 Two processes. The first agent prefills a document behind its own role's system prompt; the second asks something else
 about the same document behind another role's, pulls the document's KV from the first and computes the rest. The same
 process then prefills the same prompt in full, with the same code and by a plain call of the model. Every measured run
-has another document, and the second agent keeps nothing of it.
+has another document, and the second agent keeps nothing of it. First it has never computed anything; then, the usual state
+of an agent, it has answered once and knows its own role's prompt ("own role known").
 """
 
 from __future__ import annotations
@@ -54,17 +55,20 @@ def run(
     tokenizer = load_tokenizer(model)
     rows: list[Row] = []
     with (
-        stepping(console, "time to first token", sum(count for _, count in plan) + 1) as step,
+        stepping(console, "time to first token", 2 * sum(count for _, count in plan) + 1) as step,
         pair(model) as (holder, consumer),
     ):
         _measured(holder, consumer, cut_documents(tokenizer, WARM_UP_TOKENS, 1)[0], 0, 2, checked=False)
         step("")
-        for length, count in plan:
-            answers = []
-            for number, document in enumerate(cut_documents(tokenizer, length, count)):
-                answers.append(_measured(holder, consumer, document, number, tokens))
-                step(f"{length:,} tokens, {document.title}")
-            rows += _rows(f"{length:,} shared tokens", answers, seed)
+        for known in (False, True):
+            if known:
+                consumer.ask(do="hold", messages=chat(CONSUMER_ROLE, "Hello."), slots={"document": "Nothing yet."})
+            for length, count in plan:
+                answers = []
+                for number, document in enumerate(cut_documents(tokenizer, length, count)):
+                    answers.append(_measured(holder, consumer, document, number, tokens, held=known))
+                    step(f"{length:,} tokens, {document.title}")
+                rows += _rows(f"{length:,} shared tokens{', own role known' if known else ''}", answers, seed)
     return Result("bench ttft", rows, seed)
 
 
@@ -88,12 +92,21 @@ def covers(report: dict[str, Any], peer: str) -> str:
 
 
 def _measured(
-    holder: Worker, consumer: Worker, document: Document, number: int, tokens: int, *, checked: bool = True
+    holder: Worker,
+    consumer: Worker,
+    document: Document,
+    number: int,
+    tokens: int,
+    *,
+    checked: bool = True,
+    held: bool = False,
 ) -> dict[str, Any]:
+    """One run; `held`: the holder has this document already, from an earlier one."""
     first, second = questions(number + 2)[-2:]
     slots = {"document": document.text}
-    held = holder.ask(do="hold", messages=chat(HOLDER_ROLE, first), slots=slots)
-    consumer.ask(do="wait", anchors=held["anchors"])
+    if not held:
+        anchors = holder.ask(do="hold", messages=chat(HOLDER_ROLE, first), slots=slots)["anchors"]
+        consumer.ask(do="wait", anchors=anchors)
     answer = consumer.ask(
         do="measure",
         messages=chat(CONSUMER_ROLE, second),

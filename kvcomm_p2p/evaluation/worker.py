@@ -27,7 +27,7 @@ import torch
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import KVCommError
-from kvcomm_p2p.evaluation.compare import compare_filled, timed_fill
+from kvcomm_p2p.evaluation.compare import aside, compare_filled, timed_fill
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, prepare
 from kvcomm_p2p.reuse.engine import Filled
@@ -109,8 +109,7 @@ async def _measure(
     else:
         shared, shared_s = await timed_fill(agent, prompt, Mode.BALANCED, tokens)
         dense, dense_s = await timed_fill(agent, prompt, Mode.DENSE, tokens)
-    loop = asyncio.get_running_loop()
-    plain_s = await loop.run_in_executor(None, partial(_plain_s, agent, prompt))
+    plain_s = await aside(partial(_plain_s, agent, prompt))
     return {
         "ttft_s": tokenize_s + shared_s,
         "dense_ttft_s": tokenize_s + dense_s,
@@ -157,8 +156,7 @@ async def _strike(
 
 
 async def _compared(agent: Agent, dense: Filled, shared: Filled, tokens: int) -> dict[str, Any]:
-    loop = asyncio.get_running_loop()
-    _, divergence = await loop.run_in_executor(None, partial(compare_filled, agent, dense, shared, tokens))
+    _, divergence = await aside(partial(compare_filled, agent, dense, shared, tokens))
     return {
         "kl_mean": divergence.kl_mean,
         "top1": divergence.top1,
@@ -172,10 +170,14 @@ def _plain_s(agent: Agent, prompt: PreparedPrompt) -> float:
     """Seconds of `model(input_ids)` as transformers' own `generate` calls it: with a cache, logits of the last
     token."""
     ids = torch.tensor([[int(token) for token in prompt.token_ids]], device=agent.runner.model.device)
-    started = time.perf_counter()
-    with torch.inference_mode():
-        agent.runner.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    return time.perf_counter() - started
+
+    def forward() -> float:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            agent.runner.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - started
+
+    return agent.runner.in_forward_thread(forward)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model import attention
 from kvcomm_p2p.model.cache import CapturedLayer0, KVCache, Layer0Capture, OpaqueCache
-from kvcomm_p2p.model.fair_lock import FairLock
 from kvcomm_p2p.model.rotary import LayerKV
+from kvcomm_p2p.model.threads import ForwardThread
 
 TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """Token ids or positions: anything that becomes an int64 tensor [n]."""
@@ -29,13 +29,13 @@ def cache_argument(model: Any) -> str:
 
 
 class ModelCall:
-    """Forwards through the unmodified model, under one fair lock. Knows torch and transformers, nothing of prompts."""
+    """Forwards through the unmodified model, one at a time, in one thread. Knows torch and transformers, nothing of prompts."""
 
     def __init__(self, model: Any) -> None:
         attention.register()
         self.model = model
         self.device = next(model.parameters()).device
-        self._lock = FairLock()
+        self.thread = ForwardThread()
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters
@@ -61,33 +61,38 @@ class ModelCall:
             cache.reserve(start + ids.shape[0])
             return self.scatter(ids, positions, cache, start + ids.shape[0])
         positions = torch.arange(start, start + ids.shape[0], device=self.device)
-        with self._lock:
-            logits = self._forward(ids, positions, cache)
+        logits = self.thread.run(lambda: self._forward(ids, positions, cache))
         if isinstance(cache, OpaqueCache):
             cache.length = start + ids.shape[0]
         return logits
 
     def scatter(self, ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, rows: int) -> torch.Tensor:
         """Forward over tokens [R] at positions [R] into a slab of `rows` rows; logits [V] of the last."""
-        with self._lock, cache.scattering(positions, rows), self._own_attention():
-            return self._forward(ids, positions, cache)
+
+        def forward() -> torch.Tensor:
+            with cache.scattering(positions, rows), self._own_attention():
+                return self._forward(ids, positions, cache)
+
+        return self.thread.run(forward)
 
     def extend(self, ids: torch.Tensor, cache: KVCache, start: int) -> None:
         """Like `append`, for the KV alone."""
         positions = torch.arange(start, start + ids.shape[0], device=self.device)
-        with ExitStack() as stack:
-            stack.enter_context(self._lock)
-            if start > 0:
-                stack.enter_context(cache.scattering(positions, start + ids.shape[0]))
-                stack.enter_context(self._own_attention())
-            stack.enter_context(torch.inference_mode())
-            self._body(input_ids=ids[None], **self._arguments(self._body, positions, cache))
+
+        def forward() -> None:
+            with ExitStack() as stack:
+                if start > 0:
+                    stack.enter_context(cache.scattering(positions, start + ids.shape[0]))
+                    stack.enter_context(self._own_attention())
+                stack.enter_context(torch.inference_mode())
+                self._body(input_ids=ids[None], **self._arguments(self._body, positions, cache))
+
+        self.thread.run(forward)
 
     def layer0(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer 0's keys [H, n, Dk] and values [H, n, Dv]."""
         try:
-            with self._lock:
-                self._forward(ids, positions, Layer0Capture())
+            self.thread.run(lambda: self._forward(ids, positions, Layer0Capture()))
         except CapturedLayer0 as captured:
             return captured.keys.clone(), captured.values.clone()
         raise UsageError("this model's forward never touched its cache")
@@ -100,16 +105,20 @@ class ModelCall:
         """
         cache = DynamicCache()
         ids = self.as_ids(token_ids)
-        with self._lock:
-            self._forward(ids, torch.arange(offset, offset + ids.shape[0], device=self.device), cache)
+        positions = torch.arange(offset, offset + ids.shape[0], device=self.device)
+        self.thread.run(lambda: self._forward(ids, positions, cache))
         layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in layers]
 
     def plain_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Next-token logits [V] of a prompt [n], with nothing of ours involved."""
-        with self._lock, torch.inference_mode():
-            logits = self.model(input_ids=ids[None]).logits
-        return logits[0, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
+
+        def forward() -> torch.Tensor:
+            with torch.inference_mode():
+                logits = self.model(input_ids=ids[None]).logits
+            return logits[0, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
+
+        return self.thread.run(forward)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         arguments = self._arguments(self.model, positions, cache)

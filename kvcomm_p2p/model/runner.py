@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from kvcomm_p2p.model.call import ModelCall, TokenIds
 from kvcomm_p2p.model.inspection import inspect_model
 from kvcomm_p2p.model.registry import load_model
 from kvcomm_p2p.model.spec import ModelSpec
+
+T = TypeVar("T")
 
 PREFILL_CHUNK_TOKENS = 1024
 """About how often a long prefill asks whether it was cancelled."""
@@ -140,6 +142,10 @@ class ModelRunner:
         """Appends one token and returns the next-token logits [V]. Mutates the cache."""
         self._check_context(cache.length + 1)
         return self._call.append(self._call.as_ids([token_id]), cache, cache.length)
+
+    def in_forward_thread(self, call: Callable[[], T]) -> T:
+        """Result of a call that uses `model` directly, run where forwards run: between two of them, as fast as they run."""
+        return self._call.thread.run(call)
 
     def layer0(self, token_ids: TokenIds, positions: TokenIds) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer 0's keys [H, n, Dk] and values [H, n, Dv] of tokens at positions: they depend on nothing else."""

@@ -15,6 +15,10 @@ from kvcomm_p2p.protocol.ids import NodeId
 LEAD_TOKENS_MIN = 8
 """A shorter own beginning is not worth a forward of its own while blocks are on their way."""
 
+LEAD_WAIT_FORWARDS = 8
+"""Waiting is worth filling when it takes this many times a forward's fixed cost, that is on slow links. A fast pull is work for
+the same cores: on loopback a forward beside it took twice its time, and both together longer than one after the other."""
+
 
 def span_hops(span: Span) -> int:
     """Largest hops among the donor's anchors that the span draws from; 0 without a donor."""
@@ -88,8 +92,8 @@ def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, Pull
     """Seconds from knowing the plan to next-token logits.
 
     Without pulls everything is computed in one forward. With pulls, blocks are aligned as they come; what stands before the
-    first pulled or rotated KV is one forward beside them and all the rest a second one, if the pulls take longer than a
-    forward's fixed cost, else everything is one forward after them.
+    first pulled or rotated KV is one forward beside them and all the rest a second one, if the pulls take long
+    (LEAD_WAIT_FORWARDS), else everything is one forward after them.
     """
     ahead, rest = np.zeros(2), np.zeros(2)
     behind, copied = False, 0
@@ -101,7 +105,7 @@ def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, Pull
         elif span.donor is not None:
             behind = behind or span.kind is SpanKind.REUSE or not span.donor.local
     wait = pull_wait_s(spans, costs, pulls)
-    if wait <= costs.forward_s:
+    if wait <= LEAD_WAIT_FORWARDS * costs.forward_s:
         return max(wait, align_s(costs, copied)) + _forward_s(costs, ahead + rest)
     return max(wait, align_s(costs, copied), _forward_s(costs, ahead)) + _forward_s(costs, rest)
 
@@ -117,10 +121,9 @@ def pull_wait_s(spans: Iterable[Span], costs: Costs, pulls: Mapping[NodeId, Pull
 def lead_rows(plan: Plan, costs: Costs, pulls: Mapping[NodeId, PullCost]) -> tuple[int, int]:
     """(exact, lead): rows [0, exact) come from the own pool, [exact, lead) are computed while peers' blocks are coming.
 
-    (0, 0) if too little can be done meanwhile, or the blocks will be here before another forward has paid for reading all
-    weights once more.
+    (0, 0) if too little can be done meanwhile, or the blocks will be here soon.
     """
-    if pull_wait_s(plan.spans, costs, pulls) <= costs.forward_s:
+    if pull_wait_s(plan.spans, costs, pulls) <= LEAD_WAIT_FORWARDS * costs.forward_s:
         return 0, 0
     exact = 0
     for span in plan.spans:

@@ -78,7 +78,7 @@ class DonorFinder:
         lookup = await loop.run_in_executor(None, self._lookup, token_ids)
         result = self._driver.find(lookup)
         failed: dict[NodeId, Miss] = {}
-        hits = self._sound(result.hits, failed)
+        hits = self._sound((*result.hits, *self._own_beginnings(lookup, result)), failed)
         stretches = self._stretches(hits)
         wanted = [
             (stretch.holder, anchor)
@@ -106,6 +106,13 @@ class DonorFinder:
         values, _ = fingerprints(token_ids, self._key)
         chains = tuple(chain_hashes(token_ids, self._key, self._spec.model_id))
         return Lookup(model_id=self._spec.model_id, chains=chains, fingerprints=np.unique(values))
+
+    def _own_beginnings(self, lookup: Lookup, result: LookupResult) -> list[AnchorHit]:
+        """Own sequences that begin with the prompt's first block, whatever else they share with it."""
+        found = {hit.meta.anchor_id for hit in result.hits if hit.holder == self._me}
+        beginnings = self._lineage.beginnings(lookup.chains[0]) if lookup.chains else ()
+        held = [self._driver.held(anchor_id) for anchor_id in beginnings if anchor_id not in found]
+        return [AnchorHit(anchor.meta, self._me, 0, 0) for anchor in held if anchor is not None]
 
     def _sound(self, hits: Sequence[AnchorHit], failed: dict[NodeId, Miss]) -> list[AnchorHit]:
         """Hits whose metadata this model's KV can have; what is wrong with a peer's others goes into `failed`."""
@@ -197,7 +204,7 @@ class DonorFinder:
             if pieces:
                 donors.append(self._donor(stretch, pieces))
         dropped: list[tuple[NodeId | None, Miss]] = list(failed.items())
-        if result.miss is not None:
+        if result.miss is not None and not donors:
             dropped.append((None, Miss(result.miss)))
         elif not donors and not dropped:
             dropped.append((None, Miss(MissReason.NOT_FOUND)))

@@ -166,21 +166,23 @@ class ReuseEngine:
         cache.reserve(plan.tokens)
         aligner = Aligner(cache, donor_spans(plan), self._runner.spec.rotary)
 
-        async def align(blocks: dict[BlockKey, memoryview]) -> None:
-            await self._run(partial(aligner.put, blocks))
-
         local = self._puller.local(plan)
+        wrong: dict[BlockKey, Miss] = {}
+
+        async def place(blocks: dict[BlockKey, memoryview]) -> None:
+            await self._run(partial(aligner.put, blocks))
+            wrong.update(await self._run(partial(failed_blocks, self._runner, [local.remote[key] for key in blocks])))
+
         costs = self._costs.costs
-        pull = asyncio.create_task(self._puller.pull(plan, found, costs, local, align))
+        pull = asyncio.create_task(self._puller.pull(plan, found, costs, local, place))
         try:
             if local.blocks:
-                await align(dict(local.blocks))
+                await self._run(partial(aligner.put, dict(local.blocks)))
             exact, lead = (0, 0) if local.failed else lead_rows(plan, costs, self._costs.pulls)
             if lead:
                 await self._run(partial(self._extend, prompt, cache, exact, lead))
             pulled = await pull
-            failed = dict(pulled.failed)
-            failed.update(await self._run(partial(failed_blocks, self._runner, list(pulled.remote.values()))))
+            failed = {**pulled.failed, **wrong}
             self._blame(failed, found)
             report.pulled(pulled, failed)
             usable = without_blocks(plan, failed)

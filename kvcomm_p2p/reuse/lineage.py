@@ -6,10 +6,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
-from kvcomm_p2p.protocol.ids import AnchorId
+from kvcomm_p2p.protocol.ids import AnchorId, ChainHash
 
 LINEAGE_MAX = 20_000
 """Anchors whose predecessor is remembered (about 100 bytes each)."""
+
+BEGINNINGS_MAX = 8
+"""Sequences remembered per first block (a role's system prompt, say): the latest."""
 
 
 class Lineage:
@@ -21,6 +24,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self._before: OrderedDict[AnchorId, tuple[AnchorId | None, bytes]] = OrderedDict()
+        self._beginnings: OrderedDict[ChainHash, OrderedDict[AnchorId, None]] = OrderedDict()
 
     def add(self, anchors: Sequence[AnchorMeta], variant: bytes, before: AnchorId | None = None) -> None:
         """Note that each anchor follows the one before it (the first follows `before`)."""
@@ -41,3 +45,18 @@ class Lineage:
     def variant(self, anchor_id: AnchorId) -> bytes:
         """Nonce under which this anchor was made; empty if it is not ours."""
         return self._before.get(anchor_id, (None, b""))[1]
+
+    def begin(self, first_block: ChainHash, anchor_id: AnchorId) -> None:
+        """Note that the anchor begins a sequence whose first block has this chain hash."""
+        same = self._beginnings.setdefault(first_block, OrderedDict())
+        same[anchor_id] = None
+        same.move_to_end(anchor_id)
+        self._beginnings.move_to_end(first_block)
+        if len(same) > BEGINNINGS_MAX:
+            same.popitem(last=False)
+        if len(self._beginnings) > LINEAGE_MAX:
+            self._beginnings.popitem(last=False)
+
+    def beginnings(self, first_block: ChainHash) -> tuple[AnchorId, ...]:
+        """Anchors that begin sequences with this first block, latest first: an own prefix too short for fingerprints."""
+        return tuple(reversed(self._beginnings.get(first_block, ())))

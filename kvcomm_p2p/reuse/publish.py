@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
-from kvcomm_p2p.planning.chains import keyed_digest
+from kvcomm_p2p.planning.chains import chain_hashes, keyed_digest
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
 from kvcomm_p2p.planning.spans import hops_at
 from kvcomm_p2p.planning.types import Plan, SpanKind
@@ -167,6 +167,10 @@ class Publisher:
     ) -> None:
         """Copy, hash and publish the anchors that are not held yet, first to last."""
         self._lineage.add([segment.meta for segment in segments], variant, before)
+        first = segments[0]
+        if first.meta.start == 0 and first.meta.tokens >= BLOCK_TOKENS:
+            (chain,) = chain_hashes(first.token_ids[:BLOCK_TOKENS], self._key, self._spec.model_id)
+            self._lineage.begin(chain, first.meta.anchor_id)
         for segment in segments:
             held = self._driver.held(segment.meta.anchor_id)
             # One that became stricter is published again: the pool keeps the strictest, and peers are told.

@@ -138,8 +138,9 @@ async def met(*agents: Agent) -> None:
 
 
 def kvcomm_threads() -> list[str]:
-    """Names of the live threads of agents (and of nobody else)."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvcomm"))
+    """Names of the live threads of agents (a model's forward thread lives as long as the model)."""
+    names = [thread.name for thread in threading.enumerate()]
+    return sorted(name for name in names if name.startswith("kvcomm") and not name.startswith("kvcomm-forward"))
 
 
 async def no_threads(but: Sequence[str] = ()) -> None:

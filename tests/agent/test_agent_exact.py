@@ -60,6 +60,28 @@ def test_a_peers_prefix_is_copied_bit_for_bit(make_agent: MakeAgent, runner: Mod
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("tokens", [31, 32, 40, 62])
+def test_an_own_beginning_too_short_for_fingerprints_is_found(
+    make_agent: MakeAgent, runner: ModelRunner, tokens: int
+) -> None:
+    """A role's system prompt: whole blocks of it suffice."""
+    role = random_ids(1, tokens)
+
+    async def run() -> None:
+        async with make_agent("ann") as ann:
+            first = await fill(ann, joined(role, random_ids(2, 100)))
+            await ann.settled()
+            second = await fill(ann, joined(role, random_ids(3, 90)), "exact")
+            assert second.report.exact_tokens == (tokens if tokens >= 32 else 0)
+            assert same_bits(
+                rows(second.cache, 0, second.report.exact_tokens), rows(first.cache, 0, second.report.exact_tokens)
+            )
+            assert is_dense(second, runner, joined(role, random_ids(3, 90)))
+            assert not second.report.misses or tokens < 32
+
+    asyncio.run(run())
+
+
 def test_greedy_text_is_that_of_full_prefill(make_agent: MakeAgent) -> None:
     report = "The river rose by two metres. " * 12
     prompt = [{"role": "system", "content": report}, {"role": "user", "content": "What rose?"}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcomm_p2p.model import attention
-from kvcomm_p2p.model.fair_lock import FairLock
+from kvcomm_p2p.model.threads import ForwardThread, helper_pool
 
 
 @given(st.sets(st.integers(0, 20_000), min_size=1, max_size=400))
@@ -58,27 +60,38 @@ def test_equals_one_dense_call(positions: list[int], window: int | None, monkeyp
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_lock_serves_in_order() -> None:
-    lock, served = FairLock(), []
-    threads = []
-
-    def work(number: int) -> None:
-        with lock:
-            served.append(number)
-
-    with lock:
-        for number in range(8):
-            thread = threading.Thread(target=work, args=(number,))
-            thread.start()
-            threads.append(thread)
-            while len(lock._waiters) <= number:
-                pass
-    for thread in threads:
-        thread.join(5)
+def test_the_forward_thread_serves_in_order_and_passes_errors_on() -> None:
+    thread, served = ForwardThread(), []
+    gate = threading.Event()
+    callers = ThreadPoolExecutor(9)
+    waiting = [callers.submit(thread.run, gate.wait)]
+    while not thread._pool._work_queue.empty() or thread._thread is None:
+        pass
+    for number in range(8):
+        waiting.append(callers.submit(thread.run, partial(served.append, number)))
+        while thread._pool._work_queue.qsize() <= number:
+            pass
+    gate.set()
+    for future in waiting:
+        future.result(5)
     assert served == list(range(8))
-    with lock:
-        served.append(8)
-    assert served[-1] == 8
+    assert thread.run(lambda: thread.run(threading.current_thread)) is thread._thread, (
+        "a call within a call does not wait"
+    )
+    with pytest.raises(ZeroDivisionError):
+        thread.run(lambda: 1 // 0)
+
+
+def test_helpers_compute_alone_and_leave_others_as_they_were() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool = helper_pool(2, "test")
+        assert [pool.submit(torch.get_num_threads).result() for _ in range(4)] == [1] * 4
+        assert torch.get_num_threads() == 3, "the thread that made the pool"
+        assert ThreadPoolExecutor(1).submit(torch.get_num_threads).result() == 3, "threads to come"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_forwards_from_many_threads_do_not_mix(tiny_runner: Any) -> None:

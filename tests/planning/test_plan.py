@@ -370,7 +370,7 @@ def test_every_plan_keeps_the_rules(
 
 
 def test_lead_is_the_prompts_own_beginning_while_peers_are_asked() -> None:
-    """It is computed beside the pull if the pull takes longer than a forward costs for any number of tokens."""
+    """It is computed beside the pull if the pull takes much longer than a forward costs for any number of tokens."""
     document = words(2, 320)
     slow, fast = replace(COSTS, pull_bytes_per_s=1e6), replace(COSTS, pull_bytes_per_s=1e15, pull_latency_s=1e-9)
 
