@@ -254,6 +254,21 @@ class Agent:
         self._totals.add(filled.report)
         return Prefilled(cache, filled.report, filled.logits)
 
+    async def warm(self, messages: list[dict[str, Any]], *, visibility: str = "public", group: str = "") -> int:
+        """Prefill what every prompt that begins with these messages has in common (a role's system message, say), so that
+        the first such prompt finds it in the own pool. Returns its length in tokens; 0 if there is nothing to keep.
+        """
+        stack = self._running()
+        endings = [[*messages, {"role": "user", "content": text}] for text in ("a", "1")]
+        both = [await self._prepare(stack, prompt, None, visibility, group) for prompt in endings]
+        one, other = (prompt.token_ids for prompt in both)
+        shortest = min(len(one), len(other))
+        common = int((np.cumprod(one[:shortest] == other[:shortest])).sum())
+        if common == 0:
+            return 0
+        await self.fill(replace(both[0], token_ids=one[:common]), Mode.EXACT)
+        return common
+
     async def fill(
         self, prompt: PreparedPrompt, mode: str | Mode, *, rows_extra: int = 0, publish: bool = True
     ) -> Filled:

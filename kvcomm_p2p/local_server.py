@@ -42,7 +42,10 @@ class LocalServer:
         self._stop_requested = asyncio.Event()
 
     async def start(self) -> None:
-        """Listens. Raises TransportError if the socket cannot be made."""
+        """Has the system prompt computed, then listens. Raises TransportError if the socket cannot be made."""
+        if self._system:
+            with suppress(UsageError):  # a model without a chat template, say: asking will tell
+                await self._agent.warm([{"role": "system", "content": self._system}])
         path = self._claim.socket
         try:
             self._server = await asyncio.start_unix_server(self._connected, path, limit=REQUEST_BYTES_MAX)

@@ -92,17 +92,18 @@ class Problem:
     answer: str
 
 
-def cut_documents(tokenizer: Any, tokens: int, count: int) -> list[Document]:
+def cut_documents(tokenizer: Any, tokens: int, count: int, topics: list[Topic] | None = None) -> list[Document]:
     """`count` documents of at least `tokens` tokens each (a few more: they end between two words) that share no
     paragraph.
 
     Each begins in another topic as long as there are any. The same list on every machine with the same Python and
-    tokenizer. Raises UsageError if the texts do not suffice.
+    tokenizer. `topics`: what is left from earlier calls (`library()` at first; mutated), for documents that share no
+    paragraph with those either. Raises UsageError if the texts do not suffice.
     """
-    topics = _topics()
+    topics = library() if topics is None else topics
     found: list[Document] = []
     while len(found) < count:
-        topic: _Topic | None = None
+        topic: Topic | None = None
         title, parts, expected = "", [], 0
         document = None
         while document is None:
@@ -189,7 +190,7 @@ def _cut(tokenizer: Any, title: str, text: str, tokens: int) -> Document | None:
 
 
 @dataclass(slots=True)
-class _Topic:
+class Topic:
     """What is left of a text: `characters` in `paragraphs`; `begun`: how often documents were begun or continued
     here."""
 
@@ -205,7 +206,7 @@ class _Topic:
         return paragraph
 
 
-def _topics() -> list[_Topic]:
+def library() -> list[Topic]:
     """All texts, longest first. A paragraph that occurs again is left out, because several topics contain each
     other."""
     texts = _texts()
@@ -219,7 +220,7 @@ def _topics() -> list[_Topic]:
             if len(key) >= _PARAGRAPH_CHARACTERS_MIN and key not in seen:
                 seen.add(key)
                 kept.append(paragraph.strip("\n"))
-        topics.append(_Topic(title, kept, sum(map(len, kept))))
+        topics.append(Topic(title, kept, sum(map(len, kept))))
     return topics
 
 

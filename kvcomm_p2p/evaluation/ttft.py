@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcomm_p2p.errors import KVCommError
-from kvcomm_p2p.evaluation.documents import Document, chat, cut_documents, questions
+from kvcomm_p2p.evaluation.documents import Document, chat, cut_documents, library, questions
 from kvcomm_p2p.evaluation.metrics import interval95
 from kvcomm_p2p.evaluation.progress import stepping
 from kvcomm_p2p.evaluation.results import Result, Row
@@ -60,12 +60,14 @@ def run(
     ):
         _measured(holder, consumer, cut_documents(tokenizer, WARM_UP_TOKENS, 1)[0], 0, 2, checked=False)
         step("")
+        topics = library()
+        documents = {length: cut_documents(tokenizer, length, count, topics) for length, count in plan}
         for known in (False, True):
             if known:
                 consumer.ask(do="hold", messages=chat(CONSUMER_ROLE, "Hello."), slots={"document": "Nothing yet."})
-            for length, count in plan:
+            for length in documents:
                 answers = []
-                for number, document in enumerate(cut_documents(tokenizer, length, count)):
+                for number, document in enumerate(documents[length]):
                     answers.append(_measured(holder, consumer, document, number, tokens, held=known))
                     step(f"{length:,} tokens, {document.title}")
                 rows += _rows(f"{length:,} shared tokens{', own role known' if known else ''}", answers, seed)

@@ -72,12 +72,30 @@ def test_an_own_beginning_too_short_for_fingerprints_is_found(
             first = await fill(ann, joined(role, random_ids(2, 100)))
             await ann.settled()
             second = await fill(ann, joined(role, random_ids(3, 90)), "exact")
-            assert second.report.exact_tokens == (tokens if tokens >= 32 else 0)
+            # Below a block it takes luck: both prompts may select the same fingerprint, depending on the cluster's key.
+            assert second.report.exact_tokens in ({tokens} if tokens >= 32 else {0, tokens})
             assert same_bits(
                 rows(second.cache, 0, second.report.exact_tokens), rows(first.cache, 0, second.report.exact_tokens)
             )
             assert is_dense(second, runner, joined(role, random_ids(3, 90)))
-            assert not second.report.misses or tokens < 32
+            assert not second.report.misses or not second.report.exact_tokens
+
+    asyncio.run(run())
+
+
+def test_a_warmed_role_is_there_for_the_first_prompt(make_agent: MakeAgent) -> None:
+    role = [{"role": "system", "content": "You are the harbour master and answer in one short sentence. " * 2}]
+    prompt = [*role, {"role": "user", "content": "When is high tide?"}]
+
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob") as bob:
+            warmed = await ann.warm(role)
+            await ann.settled()
+            report = (await ann.generate(prompt, mode="exact", sampling=Sampling(max_new_tokens=8))).report
+            assert 32 <= report.exact_tokens <= warmed < report.prompt_tokens
+            cold = await bob.generate(prompt, mode="dense", sampling=Sampling(max_new_tokens=8))
+            again = await ann.generate(prompt, mode="exact", sampling=Sampling(max_new_tokens=8))
+            assert again.token_ids == cold.token_ids
 
     asyncio.run(run())
 

@@ -80,6 +80,9 @@ class Agent:
             raise TransportError(f"port {self._port} is in use: take another --port") from error
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
+    async def warm(self, messages: list[dict[str, Any]]) -> int:
+        return len(messages)
+
     async def close(self) -> None:
         await asyncio.sleep(CLOSE_S)
         self._listener.close()
