@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvcomm_p2p.model.runner import ModelRunner
-from kvcomm_p2p.protocol.anchors import BlockKey, Miss, MissReason
+from kvcomm_p2p.protocol.anchors import BlockKey, KVLayout, Miss, MissReason
 from kvcomm_p2p.reuse.blocks import block_tensors
 
 SAMPLED_TOKENS = 8
@@ -38,8 +38,20 @@ class PulledBlock:
     position: int
 
 
-def failed_blocks(runner: ModelRunner, blocks: Sequence[PulledBlock]) -> dict[BlockKey, Miss]:
-    """Blocks that must not be used, and why. One layer-0 forward for all of them."""
+def not_finite(blocks: Sequence[PulledBlock], layout: KVLayout) -> dict[BlockKey, Miss]:
+    """Blocks that hold NaN or infinity."""
+    failed: dict[BlockKey, Miss] = {}
+    for block in blocks:
+        keys, values = block_tensors(block.data, layout, len(block.token_ids))
+        # The sum is finite iff every element is (or the block is absurd): one pass, no temporary. In half precision the sum
+        # of sound keys may overflow, hence the dtype.
+        if not bool(torch.isfinite(keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32))):
+            failed[block.key] = Miss(MissReason.NOT_FINITE, "the block holds NaN or infinity")
+    return failed
+
+
+def layer0_mismatches(runner: ModelRunner, blocks: Sequence[PulledBlock]) -> dict[BlockKey, Miss]:
+    """Finite blocks whose layer 0 is not that of the tokens and positions that their holder states. One forward for all."""
     layout = runner.spec.layout
     failed: dict[BlockKey, Miss] = {}
     samples: list[tuple[BlockKey, torch.Tensor, torch.Tensor]] = []
@@ -48,11 +60,6 @@ def failed_blocks(runner: ModelRunner, blocks: Sequence[PulledBlock]) -> dict[Bl
     for block in blocks:
         tokens = len(block.token_ids)
         keys, values = block_tensors(block.data, layout, tokens)
-        # The sum is finite iff every element is (or the block is absurd): one pass, no temporary. In half precision the sum
-        # of sound keys may overflow, hence the dtype.
-        if not bool(torch.isfinite(keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32))):
-            failed[block.key] = Miss(MissReason.NOT_FINITE, "the block holds NaN or infinity")
-            continue
         chosen = sorted(_random.sample(range(tokens), min(SAMPLED_TOKENS, tokens)))
         samples.append((block.key, keys[0][:, chosen], values[0][:, chosen]))
         ids.append(block.token_ids[chosen])

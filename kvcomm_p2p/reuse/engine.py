@@ -27,7 +27,7 @@ from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import PrefillReport, Timings
 from kvcomm_p2p.reuse.align import Aligner
-from kvcomm_p2p.reuse.checks import failed_blocks
+from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.guard import keep_head, residual
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
@@ -169,12 +169,15 @@ class ReuseEngine:
         local = self._puller.local(plan)
         wrong: dict[BlockKey, Miss] = {}
 
-        async def place(blocks: dict[BlockKey, memoryview]) -> None:
-            await self._run(partial(aligner.put, blocks))
-            wrong.update(await self._run(partial(failed_blocks, self._runner, [local.remote[key] for key in blocks])))
+        def place(blocks: dict[BlockKey, memoryview]) -> dict[BlockKey, Miss]:
+            aligner.put(blocks)
+            return not_finite([local.remote[key] for key in blocks], self._runner.spec.layout)
+
+        async def on_blocks(blocks: dict[BlockKey, memoryview]) -> None:
+            wrong.update(await self._run(partial(place, blocks)))
 
         costs = self._costs.costs
-        pull = asyncio.create_task(self._puller.pull(plan, found, costs, local, place))
+        pull = asyncio.create_task(self._puller.pull(plan, found, costs, local, on_blocks))
         try:
             if local.blocks:
                 await self._run(partial(aligner.put, dict(local.blocks)))
@@ -183,6 +186,8 @@ class ReuseEngine:
                 await self._run(partial(self._extend, prompt, cache, exact, lead))
             pulled = await pull
             failed = {**pulled.failed, **wrong}
+            sound = [block for key, block in pulled.remote.items() if key not in failed]
+            failed.update(await self._run(partial(layer0_mismatches, self._runner, sound)))
             self._blame(failed, found)
             report.pulled(pulled, failed)
             usable = without_blocks(plan, failed)

@@ -22,7 +22,7 @@ DEADLINE_FACTOR = 6.0
 
 DEADLINE_MIN_S = 2.0
 
-GROUP_BLOCKS = 8
+GROUP_BLOCKS = 16
 """Blocks per fetch: small enough that aligning one group hides behind pulling the next, large enough to keep the link busy."""
 
 WAIT_LOST_MAX_S = 0.24

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from kvcomm_p2p.model.spec import Profile
 from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.types import Costs, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
-from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
+from kvcomm_p2p.protocol.anchors import BlockKey, Miss, MissReason
 from kvcomm_p2p.reuse.align import Aligner, align_span
 from kvcomm_p2p.reuse.blocks import block_tensors, copy_block
-from kvcomm_p2p.reuse.checks import LAYER0_ERROR_MAX, PulledBlock, failed_blocks
+from kvcomm_p2p.reuse.checks import LAYER0_ERROR_MAX, PulledBlock, layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.engine import ReuseEngine
 from kvcomm_p2p.reuse.guard import keep_head, residual
 from kvcomm_p2p.reuse.pulling import Pulled, donor_spans
@@ -97,6 +97,11 @@ def float_runner(tiny_llama: Callable[..., Any]) -> ModelRunner:
 
 
 IDS = np.random.default_rng(0).integers(3, 256, 100).astype(np.uint32)
+
+
+def failed_blocks(runner: ModelRunner, blocks: Sequence[PulledBlock]) -> dict[BlockKey, Miss]:
+    failed = not_finite(blocks, runner.spec.layout)
+    return failed | layer0_mismatches(runner, [block for block in blocks if block.key not in failed])
 
 
 def pulled_blocks(runner: ModelRunner, ids: Any = IDS) -> tuple[list[PulledBlock], KVCache]:
