@@ -31,11 +31,11 @@ class MissReport:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. `total_s` is the time from tokens to next-token logits (TTFT without tokenization and queueing, which
-    `tokenize_s` and `queue_s` state). Phases that overlap (pull with the first recompute) do not add up to the total."""
+    """Seconds. `total_s` is the time from tokens to next-token logits (TTFT without tokenization, which `tokenize_s` states).
+    Phases overlap (blocks are aligned while others are pulled) and may wait for another request's forward, so they do not add
+    up to the total."""
 
     tokenize_s: float = 0.0
-    queue_s: float = 0.0
     find_s: float = 0.0
     plan_s: float = 0.0
     pull_s: float = 0.0

@@ -303,11 +303,11 @@ class Node:
         return []
 
     def _on_tokens_requested(self, event: TokensRequested, now: float) -> list[Effect]:
-        held = self._pool.get(event.anchor.anchor_id)
-        if held is not None and (held.meta.start, held.meta.end) == (event.anchor.start, event.anchor.end):
-            return [finish(event, AnchorTokens(held.meta, self.me.node_id, held.token_ids, held.digests))]
         if event.holder == self.me.node_id:
-            return [finish(event, Miss(MissReason.EVICTED))]
+            held = self._pool.get(event.anchor.anchor_id)
+            if held is None or (held.meta.start, held.meta.end) != (event.anchor.start, event.anchor.end):
+                return [finish(event, Miss(MissReason.EVICTED))]
+            return [finish(event, AnchorTokens(held.meta, self.me.node_id, held.token_ids, held.digests))]
         if self._left:
             return [finish(event, Miss(MissReason.SHUTDOWN))]
         peer = self._members.get(event.holder)

@@ -147,6 +147,10 @@ class ModelRunner:
         """Result of a call that uses `model` directly, run where forwards run: between two of them, as fast as they run."""
         return self._call.thread.run(call)
 
+    def spent_s(self) -> float:
+        """Seconds of forwards that the calling thread has asked for since it last asked this; waiting does not count."""
+        return self._call.thread.spent_s()
+
     def layer0(self, token_ids: TokenIds, positions: TokenIds) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer 0's keys [H, n, Dk] and values [H, n, Dv] of tokens at positions: they depend on nothing else."""
         return self._call.layer0(self._call.as_ids(token_ids), self._call.as_ids(positions))

@@ -8,8 +8,9 @@ more threads than the machine has cores it stops spinning at barriers: with a se
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -23,17 +24,38 @@ class ForwardThread:
     """Runs calls one at a time, in the order in which they were asked for. Ends with its owner."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-forward", initializer=self._begin)
+        self._inside = threading.local()
+        self._callers = threading.local()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-forward")
 
     def run(self, call: Callable[[], T]) -> T:
-        """The call's result or exception; blocks. Calls from the thread itself run at once."""
-        if threading.current_thread() is self._thread:
-            return call()
-        return self._pool.submit(call).result()
+        """The call's result or exception; blocks. Calls from the thread itself run at once.
 
-    def _begin(self) -> None:
-        self._thread = threading.current_thread()
+        An interrupt (Ctrl-C) is raised when the call has ended, so that nothing goes on behind the caller's back.
+        """
+        if getattr(self._inside, "yes", False):
+            return call()
+        future = self._pool.submit(_timed, self._inside, call)
+        try:
+            result, seconds = future.result()
+            self._callers.seconds = getattr(self._callers, "seconds", 0.0) + seconds
+            return result
+        except BaseException:
+            if not future.done() and not future.cancel():
+                wait([future])
+            raise
+
+    def spent_s(self) -> float:
+        """Seconds that the calling thread's calls have run since it last asked, without the time that they waited."""
+        seconds: float = getattr(self._callers, "seconds", 0.0)
+        self._callers.seconds = 0.0
+        return seconds
+
+
+def _timed(inside: threading.local, call: Callable[[], T]) -> tuple[T, float]:
+    inside.yes = True
+    started = time.perf_counter()
+    return call(), time.perf_counter() - started
 
 
 def helper_pool(threads: int, name: str) -> ThreadPoolExecutor:

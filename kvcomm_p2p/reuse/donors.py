@@ -146,17 +146,19 @@ class DonorFinder:
             groups.setdefault((hit.holder, hit.meta.sequence_id), []).append(hit)
         own = [hit for hit in hits if hit.holder == self._me]
         stretches = self._own_stretches(own)
-        covered = {hit.meta.anchor_id for hit in own}
+        # Copies of one anchor differ in their bits from holder to holder: a plan takes each from one source only.
+        taken = {anchor.anchor_id for stretch in stretches for anchor in stretch.anchors}
         remote = 0
         for (holder, sequence_id), group in groups.items():
-            useful = {hit.meta.anchor_id for hit in group if hit.matches or hit.prefix_tokens}
-            if holder == self._me or useful <= covered or remote == REMOTE_SEQUENCES_MAX:
+            rest = [hit for hit in group if hit.meta.anchor_id not in taken]
+            useful = any(hit.matches or hit.prefix_tokens for hit in rest)
+            if holder == self._me or not useful or remote == REMOTE_SEQUENCES_MAX:
                 continue
             remote += 1
-            covered |= useful
             prefix_tokens = max(hit.prefix_tokens for hit in group)
-            for anchors in _without_gaps([hit.meta for hit in group]):
+            for anchors in _without_gaps([hit.meta for hit in rest]):
                 stretches.append(_Stretch(holder, sequence_id, anchors, prefix_tokens))
+                taken |= {anchor.anchor_id for anchor in anchors}
         return stretches
 
     def _own_stretches(self, hits: Sequence[AnchorHit]) -> list[_Stretch]:

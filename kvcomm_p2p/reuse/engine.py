@@ -149,9 +149,15 @@ class ReuseEngine:
     ) -> Filled:
         started = time.perf_counter()
         ids = prompt.token_ids.astype(np.int64)
-        logits = await self._run(partial(self._runner.prefill, ids, cache, 0, cancelled=cancelled))
+
+        def prefill() -> torch.Tensor:
+            self._runner.spent_s()
+            logits = self._runner.prefill(ids, cache, 0, cancelled=cancelled)
+            self._costs.saw_prefill(len(ids), 0, self._runner.spent_s())
+            return logits
+
+        logits = await self._run(prefill)
         seconds = time.perf_counter() - started
-        self._costs.saw_prefill(len(ids), 0, seconds)
         return Filled(cache, logits, report.finish(plan, Timings(recompute_s=seconds)), plan, Pulled())
 
     async def _reuse(
@@ -190,7 +196,8 @@ class ReuseEngine:
             failed.update(await self._run(partial(layer0_mismatches, self._runner, sound)))
             self._blame(failed, found)
             report.pulled(pulled, failed)
-            usable = without_blocks(plan, failed)
+            rules = self.rules()
+            usable = without_blocks(plan, failed, rules.head_tokens, rules.run_tokens_min)
             outcome = await self._run(partial(self._complete, prompt, cache, usable, lead, cancelled))
         except BaseException:
             pull.cancel()
@@ -246,13 +253,13 @@ class ReuseEngine:
     ) -> torch.Tensor:
         """One forward over `positions`; as an ordinary continuation when they are the end of the prompt."""
         first = int(positions[0])
-        started = time.perf_counter()
+        self._runner.spent_s()
         if len(positions) == len(ids) - first:
             cache.length = first
             logits = self._runner.prefill(ids[first:], cache, first, cancelled=cancelled)
         else:
             logits = self._runner.recompute(ids, positions, cache)
-        self._costs.saw_forward(len(positions), float((positions + 1).sum()), time.perf_counter() - started)
+        self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
         return logits
 
     def _abandoned(self, pull: asyncio.Task[Pulled]) -> None:

@@ -23,10 +23,10 @@ from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes, keyed_digest
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
-from kvcomm_p2p.planning.spans import hops_at
+from kvcomm_p2p.planning.spans import blocks_needed, hops_at
 from kvcomm_p2p.planning.types import Plan, SpanKind
 from kvcomm_p2p.planning.winnow import fingerprints
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId, ChainHash, SequenceId
 from kvcomm_p2p.protocol.pool import stricter
 from kvcomm_p2p.reuse.blocks import copy_block
@@ -83,7 +83,7 @@ class Publisher:
         """Publish rows [0, T) of a filled slab; returns where an answer goes on."""
         hops = hops_at(plan)
         variant = self._variant(plan) if hops[-1][1] > 0 else b""
-        segments = await self._cut(token_ids, hops, visibility, variant, 0, None)
+        segments = await self._cut(token_ids, hops, _marks(plan, visibility), variant, 0, None)
         await self._publish(cache, segments, variant, None)
         held = [segment for segment in segments if self._driver.held(segment.meta.anchor_id) is not None]
         await self._supersede(_superseded(plan, held))
@@ -106,7 +106,9 @@ class Publisher:
         last = prompt.last
         if last is None or len(token_ids) <= last.end:
             return
-        segments = await self._cut(token_ids, hops_at(plan), visibility, prompt.variant, last.start, last.sequence_id)
+        segments = await self._cut(
+            token_ids, hops_at(plan), _marks(plan, visibility), prompt.variant, last.start, last.sequence_id
+        )
         await self._publish(cache, segments, prompt.variant, prompt.before_last)
         replaced = last.anchor_id not in {segment.meta.anchor_id for segment in segments}
         if replaced and self._driver.held(segments[0].meta.anchor_id) is not None:
@@ -256,6 +258,18 @@ def _holds(longer: AnchorMeta, anchor: AnchorMeta) -> bool:
     same = (longer.hops, longer.visibility, longer.group) == (anchor.hops, anchor.visibility, anchor.group)
     inside = longer.start <= anchor.start and anchor.end <= longer.end
     return same and inside and longer.tokens > anchor.tokens
+
+
+def _marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[VisibilityMark]:
+    """The prompt's marks and those of the donors: what was computed behind somebody's private or group text carries that."""
+    donated = [
+        VisibilityMark(span.start, anchor.visibility, anchor.group)
+        for span in plan.spans
+        if span.kind is not SpanKind.RECOMPUTE
+        for anchor, _ in blocks_needed(span)
+        if anchor.visibility is not Visibility.PUBLIC
+    ]
+    return sorted([*visibility, *donated], key=lambda mark: mark.start)
 
 
 def _copy_anchor(cache: KVCache, meta: AnchorMeta) -> tuple[list[memoryview], tuple[bytes, ...]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.costs import pull_s
@@ -84,7 +85,7 @@ class Puller:
         try:
             if used:
                 await self._driver.touch(sorted(used))
-            await asyncio.gather(
+            await _all(
                 *(self._fetch_all(holder, wants, found, costs, pulled, on_blocks) for holder, wants in remote.items())
             )
         except BaseException:
@@ -130,7 +131,7 @@ class Puller:
 
         keys = list(wants)
         groups = [keys[at : at + GROUP_BLOCKS] for at in range(0, len(keys), GROUP_BLOCKS)]
-        await asyncio.gather(*(fetch(group) for group in groups))
+        await _all(*(fetch(group) for group in groups))
 
     async def _fetch(
         self,
@@ -170,6 +171,18 @@ class Puller:
                 position=anchor.start + offset,
             )
         return came
+
+
+async def _all(*work: Coroutine[Any, Any, None]) -> None:
+    """Wait for all; when one fails or we are cancelled, none of the others goes on."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def donor_spans(plan: Plan) -> list[Span]:

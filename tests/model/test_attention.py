@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -65,7 +68,7 @@ def test_the_forward_thread_serves_in_order_and_passes_errors_on() -> None:
     gate = threading.Event()
     callers = ThreadPoolExecutor(9)
     waiting = [callers.submit(thread.run, gate.wait)]
-    while not thread._pool._work_queue.empty() or thread._thread is None:
+    while thread._pool._work_queue.qsize() or not thread._pool._threads:
         pass
     for number in range(8):
         waiting.append(callers.submit(thread.run, partial(served.append, number)))
@@ -75,11 +78,48 @@ def test_the_forward_thread_serves_in_order_and_passes_errors_on() -> None:
     for future in waiting:
         future.result(5)
     assert served == list(range(8))
-    assert thread.run(lambda: thread.run(threading.current_thread)) is thread._thread, (
-        "a call within a call does not wait"
-    )
+    inner = thread.run(lambda: thread.run(threading.current_thread))
+    assert inner is thread.run(threading.current_thread) is not threading.current_thread(), "a call within a call"
     with pytest.raises(ZeroDivisionError):
         thread.run(lambda: 1 // 0)
+
+
+def test_the_forward_thread_ends_with_its_owner() -> None:
+    thread = ForwardThread()
+    worker = thread.run(threading.current_thread)
+    del thread
+    gc.collect()
+    worker.join(5)
+    assert not worker.is_alive()
+
+
+def test_an_interrupt_is_raised_when_the_forward_has_ended() -> None:
+    thread, ended = ForwardThread(), threading.Event()
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def forward() -> None:
+        threading.Timer(0.05, interrupted).start()
+        time.sleep(0.3)
+        ended.set()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread.run(forward)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.is_set()
+
+
+def test_waiting_does_not_count_as_computing() -> None:
+    thread, gate = ForwardThread(), threading.Event()
+    other = ThreadPoolExecutor(1).submit(thread.run, partial(gate.wait, 5))
+    threading.Timer(0.2, gate.set).start()
+    thread.run(lambda: None)
+    assert thread.spent_s() < 0.1 and thread.spent_s() == 0.0
+    assert other.result(5)
 
 
 def test_helpers_compute_alone_and_leave_others_as_they_were() -> None:

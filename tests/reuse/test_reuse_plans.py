@@ -40,10 +40,10 @@ def covers(plan: Plan) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.data())
-def test_without_blocks_recomputes_exactly_their_tokens(plan: Plan, data: st.DataObject) -> None:
+def test_without_blocks_recomputes_their_tokens_and_leaves_nothing_unguarded(plan: Plan, data: st.DataObject) -> None:
     keys = sorted(set(keys_of(plan)))
     failed = dict.fromkeys(data.draw(st.sets(st.sampled_from(keys))) if keys else (), STALLED)
-    smaller = without_blocks(plan, failed)
+    smaller = without_blocks(plan, failed, 32, 64)
     assert covers(smaller)
     assert not set(keys_of(smaller)) & set(failed)
     # Token by token: what came stays where it was and comes from where it came, what did not is recomputed.
@@ -51,8 +51,14 @@ def test_without_blocks_recomputes_exactly_their_tokens(plan: Plan, data: st.Dat
     for position, (kind, source) in before.items():
         if source is not None and block_of(source) in failed:
             assert after[position] == (SpanKind.RECOMPUTE, None)
+        elif kind is SpanKind.REUSE:
+            assert after[position] in ((kind, source), (SpanKind.RECOMPUTE, source), (SpanKind.RECOMPUTE, None))
         else:
             assert after[position] == (kind, source)
+    if failed:
+        for earlier, span in zip([None, *smaller.spans], smaller.spans, strict=False):
+            if span.kind is SpanKind.REUSE:
+                assert earlier is not None and earlier.donor is span.donor and earlier.end == span.start
     assert (smaller.tokens, smaller.mode, smaller.rejected) == (plan.tokens, plan.mode, plan.rejected)
     assert recompute_positions(smaller)[-1] == plan.tokens - 1
 
@@ -73,14 +79,38 @@ def block_of(source: Any) -> BlockKey:
     return BlockKey(anchor.anchor_id, (at - anchor.start) // BLOCK_TOKENS)
 
 
+def test_a_run_that_lost_its_head_gets_a_new_one() -> None:
+    source = donor([meta(1, 0, 256)])
+    head = Span(10, 42, SpanKind.RECOMPUTE, source, 0, "head of a reused run")
+    plan = plan_of(
+        [
+            Span(0, 10, SpanKind.RECOMPUTE),
+            head,
+            Span(42, 266, SpanKind.REUSE, source, 32),
+            Span(266, 267, SpanKind.RECOMPUTE),
+        ]
+    )
+    key = BlockKey(source.anchors[0].anchor_id, 0)
+    smaller = without_blocks(plan, {key: STALLED}, 32, 64)
+    shape = [(span.start, span.end, span.kind, span.donor is not None) for span in smaller.spans[1:-1]]
+    assert shape == [
+        (10, 42, SpanKind.RECOMPUTE, False),
+        (42, 74, SpanKind.RECOMPUTE, True),
+        (74, 266, SpanKind.REUSE, True),
+    ]
+    assert smaller.spans[3].donor_start == 64
+    rest = without_blocks(plan, {key._replace(index=index): STALLED for index in (0, 2, 3, 5)}, 32, 64)
+    assert [(s.start, s.end) for s in rest.spans if s.kind is SpanKind.REUSE] == [(218, 266)], "64 tokens or nothing"
+
+
 @settings(max_examples=50, deadline=None)
 @given(plans())
 def test_without_any_block_everything_is_recomputed(plan: Plan) -> None:
-    nothing = without_blocks(plan, dict.fromkeys(keys_of(plan), STALLED))
+    nothing = without_blocks(plan, dict.fromkeys(keys_of(plan), STALLED), 32, 64)
     assert covers(nothing)
     assert recompute_positions(nothing).tolist() == list(range(plan.tokens))
     assert hops_at(nothing) == ((0, 0),)
-    assert without_blocks(plan, {}) is plan
+    assert without_blocks(plan, {}, 32, 64) is plan
 
 
 @settings(max_examples=100, deadline=None)
