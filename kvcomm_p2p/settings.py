@@ -111,8 +111,9 @@ class Settings:
         for key, (source, text) in given.items():
             if key not in kinds:
                 near = difflib.get_close_matches(key, kinds, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(kinds)}"
-                problems.append(f"{source} is not a setting{hint}")
+                spelled = [f"{PREFIX}{kind.upper()}" if source.startswith(PREFIX) else kind for kind in (near or kinds)]
+                hint = f"did you mean {spelled[0]}?" if near else f"remove it; known are {', '.join(spelled)}"
+                problems.append(f"{source} is not a setting: {hint}")
                 continue
             try:
                 values[key] = _parse(str(kinds[key]), key, text)

@@ -42,7 +42,8 @@ INTRODUCTION = (
     "Before a language model can write the first word of an answer, it has to read everything that it was given, and "
     "that is most of the waiting. What it works out while reading, it keeps as notes (its “KV cache”). Here only the first "
     "agent reads the document; the others fetch its notes directly from its process, fit them to their own prompt, and "
-    "read just what is new to them."
+    "read just what is new to them.\n"
+    "The model is tiny and every answer is cut off after {tokens} tokens: watch the times, not the wisdom."
 )
 
 
@@ -91,7 +92,7 @@ def run(
 
     told = Console(quiet=True) if console is None or json else console
     _fetch_model(console or told, model)
-    told.print(INTRODUCTION.format(title=TITLE, model=model), markup=False, highlight=False)
+    told.print(INTRODUCTION.format(title=TITLE, model=model, tokens=tokens), markup=False, highlight=False)
     told.print()
     with NodeGroup({name: name for name in QUESTIONS}, model) as nodes:
         with told.status("Three processes are starting and loading the model …"):
@@ -127,17 +128,27 @@ def _ask(console: Console, nodes: NodeGroup, agent: str, body: Mapping[str, Any]
     while event["event"] == "text":
         console.print(event["text"], end="", markup=False, highlight=False, soft_wrap=True)
         event = next(events)
-    console.print()
+    console.print(_ending(event["reply"]))
     return Turn(agent, event["reply"])
 
 
 def _compare(console: Console, nodes: NodeGroup, agent: str, body: Mapping[str, Any], tokens: int) -> Turn:
     """The answer from notes of others, and how it compares with reading everything."""
-    with console.status(f"{agent} fetches notes and answers; then it reads everything itself, to compare …"):
+    _say(
+        console,
+        f"({agent} answers with the notes it fetches, then reads everything itself and answers again, so that both can be "
+        "compared. You see the first answer when both are done.)",
+    )
+    with console.status(f"{agent} answers twice …"):
         [event] = nodes.ask(agent, {"op": "compare", **body, "tokens": tokens})
     comparison = event["comparison"]
-    console.print(comparison["reply"]["text"], markup=False, highlight=False, soft_wrap=True)
+    text = comparison["reply"]["text"] + _ending(comparison["reply"])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return Turn(agent, comparison["reply"], comparison)
+
+
+def _ending(reply: Mapping[str, Any]) -> str:
+    return " …" if reply["finish_reason"] == "length" else ""
 
 
 def _account(turn: Turn) -> str:

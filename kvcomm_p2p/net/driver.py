@@ -178,7 +178,7 @@ class Driver:
         Raises ConfigError for an address that cannot be a peer's, UsageError if a join is under way.
         """
         for seed in seeds:
-            _check_seed(seed)
+            check_seed(seed)
         if self._join is not None:
             raise UsageError("a join is under way already")
         self._require_running()
@@ -329,9 +329,12 @@ class Driver:
             self._join.set_result(FinishJoin(miss))
 
 
-def _check_seed(seed: str) -> None:
+def check_seed(seed: str) -> None:
+    """Raises ConfigError, naming the fix, for an address that cannot be a peer's."""
     host, colon, port = seed.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not colon or not host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"{seed!r} is not an address to join: write host:port, for example 127.0.0.1:5701")
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"cannot join {seed!r}: the port must lie between 1 and 65535")
     if not is_loopback(host):
         raise ConfigError(f"cannot join {seed!r}: only loopback addresses (127.0.0.1) are supported yet")

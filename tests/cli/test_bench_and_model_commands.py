@@ -51,7 +51,7 @@ def test_wrong_settings_are_all_named(kvcomm: Kvcomm) -> None:
     done = kvcomm.run("status", KVCOMM_POOL_BYTES_MAX="much", KVCOMM_GOSIP_INTERVAL_S="1")
     assert done.returncode == 1
     assert "KVCOMM_POOL_BYTES_MAX: 'much' is not a size" in done.stderr
-    assert "did you mean gossip_interval_s?" in done.stderr
+    assert "did you mean KVCOMM_GOSSIP_INTERVAL_S?" in done.stderr
 
 
 def test_constants_that_are_repeated_to_stay_light() -> None:

@@ -62,7 +62,7 @@ def test_every_problem_is_named(nowhere: Path) -> None:
         "127.0.0.1",
         "99999",
         "512MiB",
-        "did you mean pool_bytes_max",
+        "did you mean KVCOMM_POOL_BYTES_MAX",
         "state_dir",
         "peer_timeout_s",
     ):
