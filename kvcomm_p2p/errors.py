@@ -5,15 +5,14 @@
     │  ├─ ModelError             the model cannot be found, loaded or used; says how to get it
     │  └─ NameTakenError         another live node has this name
     ├─ UsageError                the caller broke the API's rules (empty prompt, closed agent, prompt longer than the context)
-    ├─ RemoteError               a peer's fault; never leaves the driver: it becomes a counter and a miss
-    │  └─ ViolationError         decodable but illegal
     ├─ TransportError            our own sockets failed (port in use, cannot bind)
+    │  └─ NodeUnreachableError   a node's local socket does not answer (in `local_api`)
     └─ CancelledByCaller         a generation was cancelled through its handle
 
     InternalError                an invariant broke: our bug, please report it. Not a KVCommError.
 
-The wire's own `WireError` lives in `protocol.wire`, because the protocol imports nothing of ours. A miss is a value
-(`protocol.anchors.Miss`), not an error.
+The wire's own `WireError` lives in `protocol.wire`, because the protocol imports nothing of ours. A peer's
+fault is a counter and a miss, and a miss is a value (`protocol.anchors.Miss`), not an error.
 """
 
 from __future__ import annotations
@@ -37,14 +36,6 @@ class NameTakenError(ConfigError):
 
 class UsageError(KVCommError, ValueError):
     """The caller broke the API's rules."""
-
-
-class RemoteError(KVCommError):
-    """A peer's fault."""
-
-
-class ViolationError(RemoteError):
-    """A peer sent something that decodes but is not allowed."""
 
 
 class TransportError(KVCommError, OSError):
