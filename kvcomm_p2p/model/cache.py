@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
@@ -17,6 +17,24 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvcomm_p2p.errors import InternalError, UsageError
 from kvcomm_p2p.protocol.anchors import KVLayout
+
+
+class LayerRepair(Protocol):
+    """Something that corrects rows which are not recomputed, from those that are, layer by layer within one forward."""
+
+    def layer(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        new_keys: torch.Tensor,
+        new_values: torch.Tensor,
+    ) -> None:
+        """Called before a layer's recomputed rows are written: keys [H, T, Dk] and values [H, T, Dv] (views of the slab, as
+        aligned), `positions` int64 [R], and what the model computed there, [H, R, Dk] and [H, R, Dv]. May change rows of
+        keys and values; those at `positions` are overwritten afterwards. What it leaves is what this layer attends to.
+        """
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -71,6 +89,7 @@ class KVCache(Cache):
         self.length = 0
         self._positions: torch.Tensor | None = None
         self._scatter_rows = 0
+        self._repair: LayerRepair | None = None
         self._dtype = getattr(torch, layout.dtype)
         self._device = torch.device(device)
         self.keys, self.values = self._allocate(max(capacity, 1))
@@ -95,16 +114,16 @@ class KVCache(Cache):
         self.length = max(0, min(self.length, length))
 
     @contextmanager
-    def scattering(self, positions: torch.Tensor, rows: int) -> Iterator[None]:
+    def scattering(self, positions: torch.Tensor, rows: int, repair: LayerRepair | None = None) -> Iterator[None]:
         """Within this context a forward over R tokens writes rows `positions` (int64 [R], ascending) and sees rows [0,
-        rows)."""
+        rows), corrected by `repair`."""
         if rows > self.capacity:
             raise InternalError(f"recompute over {rows} rows, but the cache has {self.capacity}")
-        self._positions, self._scatter_rows = positions, rows
+        self._positions, self._scatter_rows, self._repair = positions, rows, repair
         try:
             yield
         finally:
-            self._positions = None
+            self._positions = self._repair = None
 
     def rows_after(self, new_rows: int) -> int:
         """Rows that attention sees in a forward over `new_rows` tokens."""
@@ -130,6 +149,9 @@ class KVCache(Cache):
             raise InternalError("a KVCache holds one sequence; use to_dynamic() for batches")
         if self._positions is not None:
             rows = self._scatter_rows
+            if self._repair is not None:
+                keys, values = self.keys[layer, 0, :, :rows], self.values[layer, 0, :, :rows]
+                self._repair.layer(layer, keys, values, self._positions, key_states[0], value_states[0])
             self.keys[layer, 0].index_copy_(1, self._positions, key_states[0])
             self.values[layer, 0].index_copy_(1, self._positions, value_states[0])
         else:

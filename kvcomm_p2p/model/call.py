@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model import attention
-from kvcomm_p2p.model.cache import CapturedLayer0, KVCache, Layer0Capture, OpaqueCache
+from kvcomm_p2p.model.cache import CapturedLayer0, KVCache, Layer0Capture, LayerRepair, OpaqueCache
 from kvcomm_p2p.model.rotary import LayerKV
 from kvcomm_p2p.model.threads import ForwardThread
 
@@ -66,11 +66,18 @@ class ModelCall:
             cache.length = start + ids.shape[0]
         return logits
 
-    def scatter(self, ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, rows: int) -> torch.Tensor:
+    def scatter(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache,
+        rows: int,
+        repair: LayerRepair | None = None,
+    ) -> torch.Tensor:
         """Forward over tokens [R] at positions [R] into a slab of `rows` rows; logits [V] of the last."""
 
         def forward() -> torch.Tensor:
-            with cache.scattering(positions, rows), self._own_attention():
+            with cache.scattering(positions, rows, repair), self._own_attention():
                 return self._forward(ids, positions, cache)
 
         return self.thread.run(forward)

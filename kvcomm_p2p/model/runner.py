@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvcomm_p2p.errors import CancelledByCaller, UsageError
-from kvcomm_p2p.model.cache import KVCache, OpaqueCache
+from kvcomm_p2p.model.cache import KVCache, LayerRepair, OpaqueCache
 from kvcomm_p2p.model.call import ModelCall, TokenIds
 from kvcomm_p2p.model.inspection import inspect_model
 from kvcomm_p2p.model.registry import load_model
@@ -114,13 +114,15 @@ class ModelRunner:
         cache.reserve(start + ids.shape[0])
         self._call.extend(ids, cache, start)
 
-    def recompute(self, token_ids: TokenIds, positions: TokenIds, cache: KVCache) -> torch.Tensor:
+    def recompute(
+        self, token_ids: TokenIds, positions: TokenIds, cache: KVCache, *, repair: LayerRepair | None = None
+    ) -> torch.Tensor:
         """Recomputes the KV of `positions` (R, strictly ascending, the last one T - 1) of a prompt of T tokens in one
         forward.
 
         The slab must hold valid keys and values in all other rows of [0, T) (`reserve` it and write them there;
-        `length` does not matter). Overwrites the rows at `positions`, leaves all others alone, sets `cache.length` to T
-        and returns the next-token logits [V]. Raises `UsageError` when positions are unordered, out of range or do not
+        `length` does not matter). Overwrites the rows at `positions`, leaves all others to `repair` (without one, alone),
+        sets `cache.length` to T and returns the next-token logits [V]. Raises `UsageError` when positions are unordered, out of range or do not
         end at T - 1, or when this model's KV cannot be exchanged.
         """
         if self.spec.share_refusal:
@@ -136,7 +138,7 @@ class ModelRunner:
             raise UsageError(
                 f"the cache has {cache.capacity} rows, the prompt {total} tokens: reserve and fill it first"
             )
-        return self._call.scatter(ids[rows], rows, cache, total)
+        return self._call.scatter(ids[rows], rows, cache, total, repair)
 
     def decode_step(self, token_id: int, cache: KVCache | OpaqueCache) -> torch.Tensor:
         """Appends one token and returns the next-token logits [V]. Mutates the cache."""
