@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,9 @@ class Mode(str, enum.Enum):
     EXACT = "exact"
     """Only KV that full prefill would have produced: exact prefixes."""
     BALANCED = "balanced"
-    """Also repaired reuse of equal runs, if the model has a measured profile."""
+    """Also repaired reuse of equal runs, if the model has a measured profile; divergence hardly measurable in answers."""
+    FAST = "fast"
+    """Like BALANCED with a larger divergence budget: less repair."""
     DENSE = "dense"
     """No reuse at all."""
 
@@ -32,6 +36,36 @@ class SpanKind(str, enum.Enum):
     """Donor KV from elsewhere: rotated to its new position."""
     RECOMPUTE = "recompute"
     """Computed from the token ids through all layers."""
+
+
+class Provenance(enum.IntEnum):
+    """What stood before a copy where it was computed, against what stands before it in the prompt; the best first."""
+
+    SAME = 0
+    """The same, as far as anybody knows."""
+    NEAR = 1
+    """Nearly the same."""
+    ROLE = 2
+    """Another beginning (a role's system prompt), otherwise alike."""
+    BARE = 3
+    """Nothing, or next to nothing."""
+    OTHER = 4
+    """Other text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One way to repair a reused run, and what was measured of it.
+
+    The first min(head_tokens, n // 4) of the run's n tokens are recomputed, and `probe_share` of the others, evenly spaced.
+    `shift`: what is not recomputed is corrected by the probes' shrunk mean residual. `kl`: expected divergence, nats per
+    token of the answer, if the whole prompt were such runs.
+    """
+
+    head_tokens: int
+    probe_share: float = 0.0
+    shift: bool = False
+    kl: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +116,9 @@ class Span:
     """Part [start, end) of the prompt and how it is filled.
 
     For EXACT, CONTINUED and REUSE, prompt position p comes from position p - start + donor_start of `donor`'s sequence.
-    `why` is one phrase for people ("head of a reused run", "no donor", "shorter than 64 tokens", ...).
+    `why` is one phrase for people ("head of a reused run", "no donor", "shorter than 64 tokens", ...). `probes`: so many
+    evenly spaced tokens of a REUSE span are recomputed all the same, for the guard to compare; with `shift` they also
+    correct the others. `run` numbers the reused runs of a plan, from 1: its head, and all of its pieces; 0 elsewhere.
     """
 
     start: int
@@ -91,10 +127,28 @@ class Span:
     donor: Donor | None = None
     donor_start: int = 0
     why: str = ""
+    probes: int = 0
+    shift: bool = False
+    run: int = 0
 
     @property
     def tokens(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RunChoice:
+    """Why a reused run is filled as it is. `likeness`: 0 to 1, of the contexts within their class; `kl`: its share of the
+    plan's expected divergence; `saved_s`: predicted seconds against recomputing it."""
+
+    start: int
+    end: int
+    donor: Donor
+    provenance: Provenance
+    likeness: float
+    repair: Repair
+    kl: float
+    saved_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +177,38 @@ class Plan:
     """Predicted seconds for recomputing everything."""
     planned_s: float
     """Predicted seconds for this plan."""
+    runs: tuple[RunChoice, ...] = ()
+    """What was chosen for each reused run: `spans` with `run` = i + 1 belong to runs[i]."""
+
+    @property
+    def kl(self) -> float:
+        """Expected divergence from full prefill, nats per token of the answer."""
+        return sum(run.kl for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseRules:
-    """What a model's profile allows. `approximate=False`: exact only, and `reason` says why and what to do."""
+    """What a model's profile and the mode allow. `approximate=False`: exact only, and `reason` says why and what to do.
+
+    `repairs`: per provenance the measured ways to repair a run, cheapest first; a provenance that is missing is not reused,
+    unless nothing at all was measured. Plans aim at `kl_target`, and what cannot be repaired to below `kl_max` by itself
+    is not reused. Every reused run gets at least `guard_probes` probes. `hole_head_tokens` are recomputed behind a hole
+    (a place where the donor differs); holes of at most `interpolated_tokens` are filled from their neighbours instead of
+    recomputed.
+    """
 
     approximate: bool
     reason: str
-    head_tokens: int = 32
     run_tokens_min: int = 64
+    repairs: Mapping[Provenance, tuple[Repair, ...]] = field(default_factory=lambda: _UNMEASURED)
+    kl_target: float = 0.0
+    kl_max: float = float("inf")
+    guard_probes: int = 0
+    hole_head_tokens: int = 4
+    interpolated_tokens: int = 0
+
+
+_UNMEASURED: Mapping[Provenance, tuple[Repair, ...]] = MappingProxyType({each: (Repair(32),) for each in Provenance})
 
 
 @dataclass(frozen=True, slots=True)
