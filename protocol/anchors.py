@@ -21,8 +21,17 @@ ANCHOR_TOKENS_MAX = 512
 """Longest anchor that is published; longer sequences become several anchors that follow each other on the block grid.
 """
 
+CONTENT_TOKENS_MIN = 32
+"""Shorter anchors have no SimHash of their content: so few tokens have no likeness that could be relied on."""
+
+CONTEXT_TOKENS = 128
+"""Tokens from the beginning of a sequence, and right before an anchor, whose SimHashes say where it was computed."""
+
 HOPS_PUBLISHED_MAX = 1
 """KV with more repairs behind it than this is never published."""
+
+NO_CHAIN = ChainHash(b"")
+"""In place of a chain hash: none is advertised."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -77,14 +86,20 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnchorMeta:
-    """What gossip spreads about one anchor: about 150 bytes for 512 tokens. Never holds tokens or KV.
+    """What gossip spreads about one anchor: about 210 bytes for 512 tokens. Never holds tokens or KV.
 
     `start` and `end` are positions in the sequence in which the KV was computed; `start` lies on the block grid.
     `chain_end` is the chain hash at `end`, empty unless every token of [0, end) is exact (`hops == 0`) and `end` lies
     on the block grid: chain hashes are advertised for wholly exact prefixes only. `fingerprints` are the winnowed
-    32-bit keyed fingerprints whose k-gram begins inside [start, end), ascending, as little-endian u32 bytes. `hops`
-    counts repairs behind this KV: 0 exact, 1 repaired once. `group` is the 8-byte keyed tag of the group for
-    `Visibility.GROUP`, otherwise empty.
+    32-bit keyed fingerprints whose k-gram begins inside [start, end), and those of short contents that begin there,
+    ascending, as little-endian u32 bytes. `hops` counts repairs behind this KV: 0 exact, 1 repaired once. `group` is
+    the 8-byte keyed tag of the group for `Visibility.GROUP`, otherwise empty.
+
+    Where it was computed: `chain_start` is the chain hash at `start`, empty for start 0 and unless every token of
+    [0, start) is exact, so it equals the `chain_end` of whatever may stand before. `context_first` and `context_last`
+    are 64-bit keyed SimHashes of the first and of the last min(CONTEXT_TOKENS, start) tokens before `start`; 0 for
+    start 0 (computed behind nothing: bare), and where it is not known. `content` is the SimHash of the anchor's own
+    tokens, 0 for fewer than CONTENT_TOKENS_MIN.
     """
 
     anchor_id: AnchorId
@@ -98,6 +113,10 @@ class AnchorMeta:
     visibility: Visibility
     group: bytes
     kv_bytes: int
+    chain_start: ChainHash = NO_CHAIN
+    content: int = 0
+    context_first: int = 0
+    context_last: int = 0
 
     @property
     def tokens(self) -> int:
@@ -156,6 +175,8 @@ class MissReason(str, enum.Enum):
     """The token ids the holder sent do not match the metadata."""
     RESIDUAL = "residual"
     """The guard: recomputed tokens differ from the aligned ones by more than the model's profile allows."""
+    DIVERGENCE = "divergence"
+    """The copy was computed in a context so different that no measured repair keeps the divergence budget."""
     TOO_SHORT = "too_short"
     """The run is shorter than the minimum, or recomputing it is cheaper than pulling it."""
     COST = "cost"

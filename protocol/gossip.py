@@ -26,7 +26,7 @@ from kvcomm_p2p.protocol.messages import (
 MUTED_ROUNDS = 50
 """Gossip rounds for which an origin that went over a limit is not listened to."""
 
-ENTRY_BYTES_MAX = 128
+ENTRY_BYTES_MAX = 160
 """Upper bound of a log entry's encoding, without its fingerprints."""
 
 

@@ -11,12 +11,13 @@ indirect ping and their answers).
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import fields
 from typing import Annotated, Union
 
 from msgspec import Meta, Struct
 
-from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, AnchorMeta, Visibility
+from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, AnchorMeta, Visibility
 from kvcomm_p2p.protocol.ids import (
     ANCHOR_ID_BYTES,
     CHAIN_HASH_BYTES,
@@ -48,6 +49,7 @@ POSITION_MAX = 2**24
 """Longest sequence, in tokens."""
 BLOCK_BYTES_MAX = 2**28
 FINGERPRINT_BYTES = 4
+SIMHASHES_BYTES = 3 * 8
 COUNTER_MAX = 2**63 - 1
 HOPS_MAX = 255
 RETRY_AFTER_S_MAX = 60.0
@@ -57,7 +59,8 @@ _NodeId = Annotated[NodeId, Meta(min_length=NODE_ID_BYTES, max_length=NODE_ID_BY
 _ModelId = Annotated[ModelId, Meta(min_length=MODEL_ID_BYTES, max_length=MODEL_ID_BYTES)]
 _AnchorId = Annotated[AnchorId, Meta(min_length=ANCHOR_ID_BYTES, max_length=ANCHOR_ID_BYTES)]
 _SequenceId = Annotated[SequenceId, Meta(min_length=SEQUENCE_ID_BYTES, max_length=SEQUENCE_ID_BYTES)]
-_ChainEnd = Annotated[ChainHash, Meta(max_length=CHAIN_HASH_BYTES)]
+_Chain = Annotated[ChainHash, Meta(max_length=CHAIN_HASH_BYTES)]
+_SimHashes = Annotated[bytes, Meta(min_length=SIMHASHES_BYTES, max_length=SIMHASHES_BYTES)]
 _Group = Annotated[bytes, Meta(max_length=GROUP_TAG_BYTES)]
 _GroupTag = Annotated[bytes, Meta(min_length=GROUP_TAG_BYTES, max_length=GROUP_TAG_BYTES)]
 _Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -74,7 +77,9 @@ _Ordinal = Annotated[int, Meta(ge=0, lt=PULL_BLOCKS_MAX)]
 _Version = Annotated[int, Meta(ge=1, le=65535)]
 
 
-_META_FIELDS = tuple(field.name for field in fields(AnchorMeta))
+_META_FIELDS = tuple(field.name for field in fields(AnchorMeta))[:-3]
+_SIMHASHES = struct.Struct("<QQQ")
+"""The last three fields of AnchorMeta: they travel in one, `Put.simhashes`."""
 
 
 def _require(condition: bool, problem: str) -> None:
@@ -105,9 +110,6 @@ class MemberRecord(Struct, frozen=True, array_like=True):
             _require(bool(host) and bool(colon) and address.isprintable(), "address is not host:port")
             _require(port.isascii() and port.isdigit() and int(port) < 65536, "port is not a number below 65536")
         _require(all(a < b for a, b in zip(self.groups, self.groups[1:], strict=False)), "groups do not ascend")
-
-
-# ----------------------------------------------------------------------------------------------------------- membership
 
 
 class RefusedReason(enum.IntEnum):
@@ -151,9 +153,6 @@ class Bye(Struct, frozen=True, array_like=True, tag=4):
     epoch: _Counter
 
 
-# --------------------------------------------------------------------------------------------------------------- gossip
-
-
 class DigestEntry(Struct, frozen=True, array_like=True):
     """What the sender knows of one origin: its log up to `max_seq`, in which deletions up to `gc_floor` are forgotten.
 
@@ -168,7 +167,9 @@ class DigestEntry(Struct, frozen=True, array_like=True):
 
 
 class Put(Struct, frozen=True, array_like=True, tag=1):
-    """Log entry: the origin holds this anchor. The fields are those of `AnchorMeta`; never private."""
+    """Log entry: the origin holds this anchor; never private. The fields are those of `AnchorMeta`, its three SimHashes
+    (content, context_first, context_last) in one, as little-endian u64: their size does not depend on their value.
+    """
 
     seq: _Seq
     anchor_id: _AnchorId
@@ -176,12 +177,14 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
     sequence_id: _SequenceId
     start: _Position
     end: _Position
-    chain_end: _ChainEnd
+    chain_end: _Chain
     fingerprints: Annotated[bytes, Meta(max_length=ANCHOR_TOKENS_MAX * FINGERPRINT_BYTES)]
     hops: Annotated[int, Meta(ge=0, le=HOPS_MAX)]
     visibility: Visibility
     group: _Group
     kv_bytes: _KvBytes
+    chain_start: _Chain = ChainHash(b"")
+    simhashes: _SimHashes = bytes(SIMHASHES_BYTES)
 
     def __post_init__(self) -> None:
         tokens = self.end - self.start
@@ -194,6 +197,12 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
         if self.chain_end:
             _require(len(self.chain_end) == CHAIN_HASH_BYTES, "chain_end has a wrong length")
             _require(self.hops == 0 and self.end % BLOCK_TOKENS == 0, "chain_end of an inexact or unaligned anchor")
+        if self.chain_start:
+            _require(len(self.chain_start) == CHAIN_HASH_BYTES, "chain_start has a wrong length")
+            _require(self.start > 0, "chain_start of an anchor that nothing precedes")
+        content, *context = _SIMHASHES.unpack(self.simhashes)
+        _require(tokens >= CONTENT_TOKENS_MIN or not content, "SimHash of too few tokens")
+        _require(self.start > 0 or not any(context), "context of an anchor that nothing precedes")
         _require(self.visibility is not Visibility.PRIVATE, "private anchors are not gossiped")
         expected = GROUP_TAG_BYTES if self.visibility is Visibility.GROUP else 0
         _require(len(self.group) == expected, "group does not fit the visibility")
@@ -201,10 +210,15 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
     @classmethod
     def of(cls, seq: int, meta: AnchorMeta) -> Put:
         """Raises ValueError if `meta` must not or cannot be gossiped."""
-        return cls(seq, *(getattr(meta, name) for name in _META_FIELDS))
+        try:
+            simhashes = _SIMHASHES.pack(meta.content, meta.context_first, meta.context_last)
+        except struct.error:
+            raise ValueError("a SimHash is not a number below 2 ** 64") from None
+        return cls(seq, *(getattr(meta, name) for name in _META_FIELDS), simhashes)
 
     def meta(self) -> AnchorMeta:
-        return AnchorMeta(*(getattr(self, name) for name in _META_FIELDS))
+        simhashes = _SIMHASHES.unpack(self.simhashes)
+        return AnchorMeta(*(getattr(self, name) for name in _META_FIELDS), *simhashes)
 
 
 class Del(Struct, frozen=True, array_like=True, tag=2):
@@ -262,9 +276,6 @@ class Ack(Struct, frozen=True, array_like=True, tag=7):
     deltas: _Deltas
 
 
-# ------------------------------------------------------------------------------------------------------------ token ids
-
-
 class GetTokens(Struct, frozen=True, array_like=True, tag=8):
     """Send me the token ids of positions [start, end) of an anchor you hold (`start` on the block grid)."""
 
@@ -295,9 +306,6 @@ class NoTokens(Struct, frozen=True, array_like=True, tag=10):
     """Answer to GetTokens: not held, or not for you; the two look the same."""
 
     request_id: _Counter
-
-
-# ---------------------------------------------------------------------------------------------------------------- pulls
 
 
 class PullBlock(Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvcomm_p2p.protocol import messages as m
-from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, Visibility
+from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, Visibility
 from kvcomm_p2p.protocol.ids import ChainHash
 
 counter = st.integers(0, m.COUNTER_MAX)
@@ -39,7 +39,16 @@ def puts(draw: Any, seq: int = 1) -> m.Put:
         visibility=Visibility.GROUP if group else Visibility.PUBLIC,
         group=draw(st.binary(min_size=8, max_size=8)) if group else b"",
         kv_bytes=tokens * draw(st.integers(1, 10**6)),
+        chain_start=ChainHash(draw(id16) if start and draw(st.booleans()) else b""),
+        simhashes=draw(simhashes(start, tokens)),
     )
+
+
+@st.composite
+def simhashes(draw: Any, start: int, tokens: int) -> bytes:
+    """Of content and context, as far as an anchor at `start` of `tokens` tokens may have them."""
+    allowed = (tokens >= CONTENT_TOKENS_MIN, start > 0, start > 0)
+    return b"".join(draw(st.binary(min_size=8, max_size=8)) if may else bytes(8) for may in allowed)
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.events import ChunkReceived, MessageReceived, TimerExpired
 from kvcomm_p2p.protocol.gossip import entry_bytes_max, member_bytes_max
-from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
 
 MUTATED_FRAMES = 24_000
 GOLDEN = Path(__file__).parent / "golden_frames.txt"
@@ -25,6 +26,8 @@ SENDER = NodeId(b"S" * 16)
 ANCHOR = AnchorId(b"a" * 16)
 MEMBER = record(1, groups=(b"g" * 8, b"h" * 8))
 PUT = m.Put.of(7, meta("golden"))
+BEHIND = {"chain_start": ChainHash(b"C" * 16), "content": 2**64 - 1, "context_first": 2**63, "context_last": 1}
+LATER_PUT = m.Put.of(8, meta("golden", start=512, **BEHIND))
 
 SAMPLES: dict[str, m.Message] = {
     "hello": m.Hello(1, 1, b"c" * 16, MEMBER),
@@ -33,7 +36,7 @@ SAMPLES: dict[str, m.Message] = {
     "bye": m.Bye(3),
     "syn": m.Syn((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
     "syn_ack": m.SynAck((), (m.OriginDelta(MEMBER, 9, False, 6, 9, 2, (PUT, m.Del(8, ANCHOR))),)),
-    "ack": m.Ack((m.OriginDelta(MEMBER, 9, True, 0, 9, 2, (PUT,)),)),
+    "ack": m.Ack((m.OriginDelta(MEMBER, 9, True, 0, 9, 2, (PUT, LATER_PUT)),)),
     "get_tokens": m.GetTokens(5, ANCHOR, 64, 128),
     "tokens": m.Tokens(5, bytes(range(12)), (b"d" * 32,)),
     "no_tokens": m.NoTokens(5),
@@ -89,19 +92,49 @@ def test_too_long_frames_are_neither_made_nor_read() -> None:
         wire.decode(bytes(wire.CONTROL_FRAME_BYTES_MAX + 1))
 
 
-PUT_FIELDS = [1, 7, b"a" * 16, b"m" * 16, b"s" * 8, 32, 96, b"", b"abcd", 0, 0, b"", 640]
+PUT_FIELDS = [1, 7, b"a" * 16, b"m" * 16, b"s" * 8, 32, 96, b"", b"abcd", 0, 0, b"", 640, b"c" * 16, b"\xff" * 24]
 
 
 def put_with(**changes: Any) -> Any:
     names = ["tag", "seq", "anchor_id", "model_id", "sequence_id", "start", "end", "chain_end", "fingerprints", "hops"]
-    names += ["visibility", "group", "kv_bytes"]
+    names += ["visibility", "group", "kv_bytes", "chain_start", "simhashes"]
     fields = dict(zip(names, PUT_FIELDS, strict=True)) | changes
     member = [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:2", 1, []]
     return [7, [[member, 1, False, 6, 7, 0, [list(fields.values())]]]]
 
 
-def test_the_put_that_the_next_test_breaks_is_valid() -> None:
-    assert isinstance(wire.decode(frame_of(put_with()))[1], m.Ack)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"start": 0, "kv_bytes": 960, "chain_start": b"", "simhashes": b"\xff" * 8 + bytes(16)},
+        {"end": 63, "kv_bytes": 310, "simhashes": bytes(8) + b"\xff" * 16},
+    ],
+)
+def test_the_puts_that_the_next_test_breaks_are_valid(changes: dict[str, Any]) -> None:
+    assert isinstance(wire.decode(frame_of(put_with(**changes)))[1], m.Ack)
+
+
+def test_puts_from_before_anchors_told_their_context_are_read() -> None:
+    fields = put_with()
+    fields[1][0][-1][0] = PUT_FIELDS[:13]
+    _, message = wire.decode(frame_of(fields))
+    assert isinstance(message, m.Ack)
+    put = message.deltas[0].entries[0]
+    assert isinstance(put, m.Put)
+    read = put.meta()
+    assert (read.chain_start, read.content, read.context_first, read.context_last) == (b"", 0, 0, 0)
+
+
+def test_puts_carry_all_of_an_anchor() -> None:
+    for anchor in (meta("a"), meta("a", start=512, **BEHIND)):
+        assert m.Put.of(3, anchor).meta() == anchor
+    later = meta("a", start=512, **BEHIND)
+    sizes = {len(wire.pack(m.Put.of(3, replace(later, content=number)))) for number in (0, 1, 2**64 - 1)}
+    assert len(sizes) == 1
+    for number in (-1, 2**64):
+        with pytest.raises(ValueError, match="SimHash"):
+            m.Put.of(3, meta("a", content=number))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +154,15 @@ def test_the_put_that_the_next_test_breaks_is_valid() -> None:
         put_with(kv_bytes=0),
         put_with(kv_bytes=641),
         put_with(kv_bytes=64 * 2**24),
+        put_with(chain_start=b"short"),
+        put_with(start=0, kv_bytes=960, simhashes=bytes(24)),
+        put_with(start=0, kv_bytes=960, chain_start=b""),
+        put_with(start=0, kv_bytes=960, chain_start=b"", simhashes=bytes(8) + b"\xff" * 8 + bytes(8)),
+        put_with(start=0, kv_bytes=960, chain_start=b"", simhashes=bytes(16) + b"\xff" * 8),
+        put_with(end=63, kv_bytes=310),
+        put_with(simhashes=b"\xff" * 23),
+        put_with(simhashes=b"\xff" * 25),
+        put_with(simhashes=7),
         put_with(seq=6),
         put_with(seq=8),
         put_with(anchor_id=b"a" * 15),
