@@ -10,6 +10,7 @@ import typer
 
 from kvcomm_p2p import __version__
 from kvcomm_p2p.cli.bench import bench
+from kvcomm_p2p.cli.eval import evaluate
 from kvcomm_p2p.cli.models import models
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, stdout, write_text
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
+app.command(name="eval")(evaluate)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 ModelOption = Annotated[
