@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -127,6 +128,8 @@ def _near(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, k
 
 
 def _first(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, key: bytes) -> float:
+    if not donor_start or not prompt_start:
+        return float(donor_start == prompt_start)
     length = min(CONTEXT_TOKENS, donor.start or donor_start)
     ours = prompt[: min(length, prompt_start)]
     if donor.start == 0:
@@ -143,7 +146,7 @@ def _alike(a: TokenIds, b: TokenIds) -> float:
 
 
 def _pairs(ids: list[int]) -> set[tuple[int, ...]]:
-    return set(zip(ids, ids[1:], strict=False)) if len(ids) > 1 else {tuple(ids)}
+    return set(pairwise(ids)) if len(ids) > 1 else {tuple(ids)}
 
 
 def _estimate(told: int, window: TokenIds, key: bytes) -> float:

@@ -7,12 +7,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import ChainHasher, TokenIds, anchor_id, sequence_id
-from kvcomm_p2p.planning.winnow import EQUAL_TOKENS_MIN, fingerprints
+from kvcomm_p2p.planning.simhash import simhash
+from kvcomm_p2p.planning.winnow import EQUAL_TOKENS_MIN, ContentMark, fingerprints
 from kvcomm_p2p.protocol.anchors import (
     ANCHOR_TOKENS_MAX,
     BLOCK_TOKENS,
+    CONTENT_TOKENS_MIN,
+    CONTEXT_TOKENS,
     HOPS_PUBLISHED_MAX,
     AnchorMeta,
     KVLayout,
@@ -45,6 +49,15 @@ class _Region(NamedTuple):
     group: bytes
 
 
+class _Piece(NamedTuple):
+    """[start, end) of an anchor, and the prefix_digest of what is before it and up to its end."""
+
+    start: int
+    end: int
+    digest_before: bytes
+    digest: bytes
+
+
 def cut_anchors(
     token_ids: TokenIds,
     *,
@@ -56,6 +69,7 @@ def cut_anchors(
     variant: bytes = b"",
     start: int = 0,
     sequence: SequenceId | None = None,
+    marks: Sequence[ContentMark] = (),
 ) -> list[Segment]:
     """Anchors for [start, T) of a sequence (`token_ids` uint32 [T], from position 0), ascending, without gaps.
 
@@ -72,9 +86,12 @@ def cut_anchors(
     and ends on the grid but for a last anchor of less than a block, so that its chain hash ties it to what stands
     before.
 
-    Nothing that others may see depends on stricter tokens behind it: fingerprints and sequence id of each stretch of
-    equal visibility are computed from the tokens up to its end only. The first anchor behind such a border (and at
-    `start`) also carries the fingerprints of the windows that reach over it, so that runs across the border are found.
+    `marks`: names of contents. Each goes into the anchor in which it begins; those that end behind T are left out.
+
+    Nothing that others may see depends on stricter tokens behind it: fingerprints, marks and sequence id of each stretch
+    of equal visibility are computed from the tokens up to its end only. The first anchor behind such a border (and at
+    `start`) also carries the fingerprints of the windows that reach over it, and the marks, so that runs across the
+    border are found. What is told of the context depends on what stands before the anchor, which is never stricter.
     Raises ValueError for a start off the grid or beyond T, empty `token_ids`, or a missing variant.
     """
     tokens = np.asarray(token_ids, np.uint32)
@@ -83,7 +100,7 @@ def cut_anchors(
     steps = _on_grid(hops, len(tokens))
     if any(count > 0 for _, count in steps) and not variant:
         raise ValueError("KV with repairs behind it needs a variant nonce")
-    cutter = _Cutter(tokens, steps, model_id, layout, key, variant)
+    cutter = _Cutter(tokens, steps, model_id, layout, key, variant, marks)
     segments: list[Segment] = []
     regions = [region for region in _regions(visibility, len(tokens)) if region.end > start]
     for number, region in enumerate(regions):
@@ -91,6 +108,17 @@ def cut_anchors(
         # A stricter stretch gets a name of its own, since names tell of all its tokens.
         segments += cutter.cut(region, begin, sequence if number == 0 and region.start < start else None)
     return segments
+
+
+def content_simhash(token_ids: TokenIds, key: bytes) -> int:
+    """`AnchorMeta.content` of an anchor with these tokens (uint32 [T])."""
+    return simhash(token_ids, key) if len(token_ids) >= CONTENT_TOKENS_MIN else 0
+
+
+def context_simhashes(before: TokenIds, key: bytes) -> tuple[int, int]:
+    """`AnchorMeta.context_first` and `.context_last` of an anchor behind exactly these tokens (uint32 [start])."""
+    first = simhash(before[:CONTEXT_TOKENS], key)
+    return first, simhash(before[-CONTEXT_TOKENS:], key) if len(before) > CONTEXT_TOKENS else first
 
 
 class _Cutter:
@@ -104,8 +132,9 @@ class _Cutter:
         layout: KVLayout,
         key: bytes,
         variant: bytes,
+        marks: Sequence[ContentMark],
     ) -> None:
-        self._tokens, self._steps = tokens, steps
+        self._tokens, self._steps, self._marks = tokens, steps, marks
         self._model_id, self._layout, self._key, self._variant = model_id, layout, key, variant
         self._hasher = ChainHasher(key, model_id)
 
@@ -116,47 +145,69 @@ class _Cutter:
         cuts = {at for at, _ in self._steps if begin < at < region.end}
         if begin and not repaired and begin < last_boundary:
             cuts.add(last_boundary)
-        bounds = [begin, *sorted(cuts - {region.end}), region.end]
-        pieces = [
+        borders = [begin, *sorted(cuts - {region.end}), region.end]
+        bounds = [
             (at, min(at + ANCHOR_TOKENS_MAX, stop))
-            for first, stop in pairwise(bounds)
+            for first, stop in pairwise(borders)
             for at in range(first, stop, ANCHOR_TOKENS_MAX)
         ]
-        ends = self._prefix_digests([end for _, end in pieces])
+        before, *ends = self._prefix_digests([begin, *(end for _, end in bounds)])
         if name is None or not repaired:
             name = sequence_id(ends[-1], self._key, self._variant if repaired else b"")
         values, positions = fingerprints(self._tokens[: region.end], self._key)
         segments: list[Segment] = []
-        for (at, end), digest in zip(pieces, ends, strict=True):
+        for (at, end), digest in zip(bounds, ends, strict=True):
             since = at if segments else max(0, at - EQUAL_TOKENS_MIN + 1)
-            inside = np.unique(values[(positions >= since) & (positions < end)])
-            segments.append(self._segment(region, at, end, digest, name, inside.astype("<u4").tobytes()))
+            winnowed = np.unique(values[(positions >= since) & (positions < end)])
+            told = self._fingerprints(winnowed, at, end, region.end, first=not segments)
+            segments.append(self._segment(region, _Piece(at, end, before, digest), name, told))
+            before = digest
         return segments
 
-    def _segment(
-        self, region: _Region, start: int, end: int, digest: bytes, name: SequenceId, values: bytes
-    ) -> Segment:
+    def _segment(self, region: _Region, piece: _Piece, name: SequenceId, values: bytes) -> Segment:
+        start, end = piece.start, piece.end
         hops = self._hops(start)
         visibility, group = region.visibility, region.group
         if hops > HOPS_PUBLISHED_MAX:
             visibility, group = Visibility.PRIVATE, b""
         chained = hops == 0 and end % BLOCK_TOKENS == 0
+        behind_exact = start > 0 and self._hops(start - 1) == 0
+        context_first, context_last = context_simhashes(self._tokens[:start], self._key)
+        token_ids = self._tokens[start:end].copy()
+        token_ids.flags.writeable = False
         meta = AnchorMeta(
-            anchor_id=anchor_id(digest, start, end, self._key, self._variant if hops else b""),
+            anchor_id=anchor_id(piece.digest, start, end, self._key, self._variant if hops else b""),
             model_id=self._model_id,
             sequence_id=name,
             start=start,
             end=end,
-            chain_end=ChainHash(digest if chained else b""),
+            chain_end=ChainHash(piece.digest if chained else b""),
             fingerprints=values,
             hops=hops,
             visibility=visibility,
             group=group,
             kv_bytes=self._layout.block_bytes(end - start),
+            chain_start=ChainHash(piece.digest_before if behind_exact else b""),
+            content=content_simhash(token_ids, self._key),
+            context_first=context_first,
+            context_last=context_last,
         )
-        token_ids = self._tokens[start:end].copy()
-        token_ids.flags.writeable = False
         return Segment(meta, token_ids)
+
+    def _fingerprints(
+        self, winnowed: npt.NDArray[np.uint32], start: int, end: int, region_end: int, *, first: bool
+    ) -> bytes:
+        """The winnowed values and those of the marks. No more than tokens: a tiny anchor behind a border may have more."""
+        winnowed = winnowed[: end - start]
+        begun = [
+            mark.fingerprint
+            for mark in self._marks
+            if (start <= mark.position or (first and start < mark.position + mark.length))
+            and mark.position < end
+            and mark.position + mark.length <= region_end
+        ]
+        named = np.setdiff1d(np.array(begun, np.uint32), winnowed)[: end - start - len(winnowed)]
+        return np.sort(np.concatenate((winnowed, named))).astype("<u4").tobytes()
 
     def _hops(self, position: int) -> int:
         return max(count for at, count in self._steps if at <= position)

@@ -6,23 +6,75 @@ of a window depends on its content alone, so both select this value inside the s
 (WINDOW + 1) fingerprints per token.
 
 The hash is keyed and well mixed but not cryptographic: the key's holders can compute it, others cannot test guesses.
+
+Contents that are too short for the guarantee (a question, a short answer) get names of their own where somebody knows
+where they begin and end: `content_marks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcomm_p2p.planning.chains import TokenIds, keyed_digest
+from kvcomm_p2p.planning.chains import TokenIds, keyed_digest, token_bytes
 
 KGRAM_TOKENS = 16
 WINDOW = 48
 EQUAL_TOKENS_MIN = KGRAM_TOKENS + WINDOW - 1
 """Equal stretches from this length on (63 tokens) share a fingerprint for certain."""
 
+MARK_TOKENS_MIN = 8
+"""Shorter contents get no name."""
+
+_FIRST_LOST_MAX, _LAST_LOST_MAX = 2, 1
+"""Tokens at the borders of a content that may differ from prompt to prompt (measured, see `content_marks`)."""
+
 _U64 = npt.NDArray[np.uint64]
+
+
+class ContentMark(NamedTuple):
+    """A name for exactly the tokens [position, position + length) of a sequence: a keyed 32-bit `fingerprint`."""
+
+    position: int
+    length: int
+    fingerprint: int
+
+
+def content_marks(token_ids: TokenIds, contents: Iterable[tuple[int, int]], key: bytes) -> tuple[ContentMark, ...]:
+    """Names by which short contents, token ranges [start, end) of a sequence (uint32 [T]), find their equals in prompts
+    of another shape. Sorted, unique. Contents of more tokens get none: there the winnowed fingerprints of `fingerprints`
+    suffice, whatever happens at the borders. Raises ValueError for a range outside the sequence or a bad key.
+
+    At a border the same text may be other tokens: "Gail" is two of them at the start of an answer, " Gail" is one behind
+    a blank, which belongs to the template; a full stop behind a slot joins the quotation mark before it. So a content
+    has several names: of all its tokens, and without its first one or two, its last, or both; of those that hold
+    MARK_TOKENS_MIN tokens. Measured with the default model's tokenizer, questions, solutions and answers of the model
+    filled into 10 templates (lines, quotes, lists, code fences, "A: {answer}"), share of pairs that have a name in common:
+
+                                            600 texts    60 programs    16 answers
+        all tokens only                        0.61          0.60           0.11
+        and without the first and the last     0.64          0.60           0.11
+        without the first, the last or both    0.93          1.00           0.89
+        also without the first two             0.99          1.00           1.00
+
+    Answers fare so badly at first because their last token has no KV yet when they are published.
+    """
+    marks: set[ContentMark] = set()
+    for start, end in contents:
+        if not 0 <= start <= end <= len(token_ids):
+            raise ValueError(f"content [{start}, {end}) lies outside {len(token_ids)} tokens")
+        if end - start >= EQUAL_TOKENS_MIN + _FIRST_LOST_MAX + _LAST_LOST_MAX:
+            continue
+        for first in range(start, start + _FIRST_LOST_MAX + 1):
+            for last in range(end - _LAST_LOST_MAX, end + 1):
+                if last - first >= MARK_TOKENS_MIN:
+                    name = keyed_digest(b"kvcomm content", key, 4, token_bytes(token_ids[first:last]))
+                    marks.add(ContentMark(first, last - first, int.from_bytes(name, "little")))
+    return tuple(sorted(marks))
 
 
 def fingerprints(token_ids: TokenIds, key: bytes) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:

@@ -13,15 +13,19 @@ from planning_cases import KEY, MODEL, Tokens, joined, words
 
 from kvcomm_p2p.planning.chains import chain_hashes, group_tag
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
-from kvcomm_p2p.planning.winnow import KGRAM_TOKENS, fingerprints
-from kvcomm_p2p.protocol.anchors import KVLayout, Visibility
+from kvcomm_p2p.planning.simhash import simhash
+from kvcomm_p2p.planning.winnow import KGRAM_TOKENS, content_marks, fingerprints
+from kvcomm_p2p.protocol.anchors import BlockHandle, HeldAnchor, KVLayout, Visibility
+from kvcomm_p2p.protocol.pool import problem_of
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, key_dim=4, value_dim=4, dtype="float32")
+HANDLE = BlockHandle(0, 0, 0)
 PUBLIC, GROUP, PRIVATE = Visibility.PUBLIC, Visibility.GROUP, Visibility.PRIVATE
 
 
 def cut(tokens: Tokens, hops: Sequence[tuple[int, int]] = ((0, 0),), marks: Any = (), **more: Any) -> list[Segment]:
     more.setdefault("variant", b"nonce")
+    more["marks"] = more.pop("contents", ())
     return cut_anchors(tokens, hops=hops, visibility=marks, model_id=MODEL, layout=LAYOUT, key=KEY, **more)
 
 
@@ -92,16 +96,67 @@ def test_cut_where_visibility_gets_stricter() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 200), st.integers(0, 2**16))
-def test_what_others_see_tells_nothing_of_stricter_tokens(public: int, private: int, seed: int) -> None:
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(0, 2**16), st.integers(0, 40))
+def test_what_others_see_tells_nothing_of_stricter_tokens(public: int, private: int, seed: int, back: int) -> None:
     shared = words(seed, public)
     marks = [VisibilityMark(public, PRIVATE)]
-    seen = [
-        [s.meta for s in cut(joined(shared, words(seed + i, private)), marks=marks) if s.meta.visibility is PUBLIC]
-        for i in (1, 2)
-    ]
+    seen = []
+    for i in (1, 2):
+        tokens = joined(shared, words(seed + i, private))
+        begin = max(0, public - back)
+        contents = content_marks(tokens, [(begin, min(begin + 50, len(tokens))), (begin // 2, begin)], KEY)
+        seen.append([s.meta for s in cut(tokens, marks=marks, contents=contents) if s.meta.visibility is PUBLIC])
     assert seen[0] == seen[1]
     assert all(meta.end <= public for meta in seen[0])
+
+
+def test_where_anchors_were_computed() -> None:
+    tokens = words(1, 1200)
+    hashes = chain_hashes(tokens, KEY, MODEL)
+    segments = cut(tokens, [(0, 0), (64, 1)], [VisibilityMark(700, GROUP, b"g" * 8)])
+    assert bounds(segments) == [(0, 64), (64, 576), (576, 672), (672, 1184), (1184, 1200)]
+    first, second, third, _, last = (s.meta for s in segments)
+    assert (first.chain_start, first.context_first, first.context_last) == (b"", 0, 0)
+    # What follows an exact prefix says so although it is not exact itself; what follows that does not.
+    assert second.hops == 1
+    assert second.chain_start == hashes[1] == first.chain_end
+    assert third.chain_start == b""
+    assert second.context_first == second.context_last == simhash(tokens[:64], KEY)
+    assert third.context_first == simhash(tokens[:128], KEY)
+    assert third.context_last == simhash(tokens[third.start - 128 : third.start], KEY)
+    assert second.content == simhash(tokens[second.start : second.end], KEY)
+    assert last.content == 0
+
+
+def test_exact_anchors_hang_together_by_their_chain_hashes() -> None:
+    tokens = words(1, 1250)
+    prompt, answer = cut(tokens[:992]), cut(tokens, start=992)
+    metas = [s.meta for s in (*prompt, *answer)]
+    assert [m.chain_start for m in metas[1:]] == [m.chain_end for m in metas[:-1]]
+    assert metas[0].chain_start == b""
+    assert metas[2].sequence_id != metas[1].sequence_id
+
+
+def test_marks_stand_in_the_anchor_in_which_their_content_begins() -> None:
+    tokens = words(1, 1200)
+    contents = [(10, 30), (500, 560), (1190, 1200)]
+    marks = content_marks(tokens, contents, KEY)
+    anchors = cut(tokens, contents=marks)
+    plain = [values([s]) for s in cut(tokens)]
+    added = [values([s]) - without for s, without in zip(anchors, plain, strict=True)]
+    expected: list[set[int]] = [set(), set(), set()]
+    for mark in marks:
+        expected[mark.position // 512].add(mark.fingerprint)
+    assert added == expected
+    assert [len(each) for each in added] == [12, 0, 5]
+    for segment in anchors:
+        sent = np.frombuffer(segment.meta.fingerprints, "<u4")
+        assert (np.diff(sent.astype(np.int64)) > 0).all()
+    # A content that reaches over a border in visibility is told behind it, one that is cut off by the end not at all.
+    over = {m.fingerprint for m in marks if 500 <= m.position < 512}
+    stricter = cut(tokens, marks=[VisibilityMark(520, PRIVATE)], contents=marks)
+    assert [values([s]) & over for s in stricter[:2]] == [set(), over]
+    assert values(cut(tokens[:540], contents=marks)) & expected[0] == {m.fingerprint for m in marks if m.position < 30}
 
 
 def test_an_exact_answer_is_published_behind_its_prompt() -> None:
@@ -147,12 +202,14 @@ def test_runs_over_a_border_are_found(run_start: int, marks: Any) -> None:
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 2)), max_size=4),
     st.lists(st.tuples(st.integers(0, 1500), st.sampled_from([PUBLIC, PRIVATE])), max_size=4),
     st.integers(0, 46),
+    st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 70)), max_size=20),
 )
-def test_every_cut_keeps_the_rules(total: int, hops: Any, marks: Any, start_block: int) -> None:
+def test_every_cut_keeps_the_rules(total: int, hops: Any, marks: Any, start_block: int, contents: Any) -> None:
     tokens = words(total, total)
     start = min(32 * start_block, (total - 1) // 32 * 32)
     hops, marks = sorted(hops), [VisibilityMark(*mark) for mark in sorted(marks)]
-    segments = cut(tokens, hops, marks, start=start)
+    named = content_marks(tokens, [(a, min(a + n, total)) for a, n in contents if a < total], KEY)
+    segments = cut(tokens, hops, marks, start=start, contents=named)
     at = start
     hashes = chain_hashes(tokens, KEY, MODEL)
     for meta, ids in segments:
@@ -165,6 +222,10 @@ def test_every_cut_keeps_the_rules(total: int, hops: Any, marks: Any, start_bloc
         assert meta.hops == repairs
         strictest = max((m.visibility for m in marks if m.start < meta.end), default=PUBLIC)
         assert meta.visibility == (PRIVATE if repairs > 1 else strictest)
+        behind_exact = meta.start and not any(n for p, n in hops if p < meta.start)
+        assert meta.chain_start == (hashes[meta.start // 32 - 1] if behind_exact else b"")
+        held = HeldAnchor(meta, ids, (HANDLE,) * meta.blocks, (b"",) * meta.blocks)
+        assert problem_of(held) == ""
         chained = repairs == 0 and meta.end % 32 == 0
         assert meta.chain_end == (hashes[meta.end // 32 - 1] if chained else b"")
     assert at == total
