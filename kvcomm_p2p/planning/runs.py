@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import TokenIds
+from kvcomm_p2p.planning.seeds import GramIndex, equal_ahead, seed_hashes
 from kvcomm_p2p.planning.types import Run
-from kvcomm_p2p.planning.winnow import kgram_hashes
 
 _I64 = npt.NDArray[np.int64]
 
 _SEEDS_PER_TOKEN_MAX = 0.5
 """More seed pairs than this go to the suffix array: about the number where that becomes cheaper."""
-
-_SEED_WORDS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
 
 
 def find_runs(prompt: TokenIds, donor: TokenIds, *, donor_start: int = 0, length_min: int = 64) -> list[Run]:
@@ -46,9 +44,7 @@ class RunFinder:
         self._prompt = np.asarray(prompt, np.uint32)
         self._length_min = length_min
         self._k = 1 << (((length_min + 1) // 2).bit_length() - 1)
-        hashes = kgram_hashes(self._prompt, self._k, _SEED_WORDS)
-        self._order = np.argsort(hashes, kind="stable")
-        self._keys = hashes[self._order]
+        self._index = GramIndex(seed_hashes(self._prompt, self._k))
 
     def find(self, donor: TokenIds, donor_start: int = 0) -> list[Run]:
         """As `find_runs`."""
@@ -70,15 +66,11 @@ class RunFinder:
     def _seeds(self, donor: TokenIds) -> tuple[_I64, _I64] | None:
         """First seed (prompt position, donor position) of every row of seeds on a diagonal; None: too many seeds."""
         k = self._k
-        hashes = kgram_hashes(donor, k, _SEED_WORDS)[::k]
-        low = np.searchsorted(self._keys, hashes, side="left")
-        counts = np.searchsorted(self._keys, hashes, side="right") - low
-        total = int(counts.sum())
-        if total > _SEEDS_PER_TOKEN_MAX * (len(self._prompt) + len(donor)):
+        low, counts = self._index.find(seed_hashes(donor, k)[::k])
+        if int(counts.sum()) > _SEEDS_PER_TOKEN_MAX * (len(self._prompt) + len(donor)):
             return None
-        ranks = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        at_prompt = self._order[np.repeat(low, counts) + ranks]
-        at_donor = np.repeat(np.arange(len(hashes)) * k, counts)
+        grams, at_prompt = self._index.pairs(low, counts)
+        at_donor = grams * k
         # A seed whose predecessor, k earlier on the diagonal, is a seed too belongs to the same run.
         width = len(donor) + k
         codes = at_prompt * width + at_donor
@@ -90,29 +82,9 @@ def _extended(prompt: TokenIds, donor: TokenIds, starts: _I64, donor_starts: _I6
     """Seeds grown to maximal runs: (prompt start, donor start, length). A seed by collision gives any length, also
     0.
     """
-    forward = _equal_ahead(prompt, donor, starts, donor_starts)
-    backward = _equal_ahead(prompt[::-1], donor[::-1], len(prompt) - starts, len(donor) - donor_starts)
+    forward = equal_ahead(prompt, donor, starts, donor_starts)
+    backward = equal_ahead(prompt[::-1], donor[::-1], len(prompt) - starts, len(donor) - donor_starts)
     return starts - backward, donor_starts - backward, forward + backward
-
-
-def _equal_ahead(a: TokenIds, b: TokenIds, at_a: _I64, at_b: _I64) -> _I64:
-    """For each pair of positions, how many tokens of `a` and `b` from there on are equal. Compares in growing
-    windows.
-    """
-    equal = np.zeros(len(at_a), dtype=np.int64)
-    limits = np.minimum(len(a) - at_a, len(b) - at_b)
-    alive, window = np.flatnonzero(limits > 0), 32
-    while len(alive):
-        offsets = equal[alive, None] + np.arange(window)
-        inside = offsets < limits[alive, None]
-        left = a[np.minimum(at_a[alive, None] + offsets, len(a) - 1)]
-        right = b[np.minimum(at_b[alive, None] + offsets, len(b) - 1)]
-        same = (left == right) & inside
-        whole = same.all(axis=1)
-        equal[alive] += np.where(whole, window, np.argmin(same, axis=1))
-        alive = alive[whole]
-        window = min(2 * window, max(32, (1 << 18) // max(1, len(alive))))
-    return equal
 
 
 def _undominated(starts: _I64, donor_starts: _I64, lengths: _I64, donor_start: int) -> tuple[_I64, _I64, _I64]:
