@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.costs import pull_s
 from kvcomm_p2p.planning.spans import blocks_needed
@@ -33,12 +36,14 @@ WAIT_LOST_MAX_S = 0.24
 @dataclass(slots=True)
 class Pulled:
     """What came. `blocks` holds local and remote bytes; `remote` the remote ones with what their holder said of them;
-    `handles` are owned by us: publish them as replicas or drop them."""
+    `handles` are owned by us: publish them as replicas or drop them. `anchors` are those that remote blocks belong to,
+    `token_ids` (uint32) all that the holder stated for each."""
 
     blocks: dict[BlockKey, memoryview] = field(default_factory=dict)
     remote: dict[BlockKey, PulledBlock] = field(default_factory=dict)
     handles: dict[BlockKey, BlockHandle] = field(default_factory=dict)
     anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
+    token_ids: dict[AnchorId, npt.NDArray[np.uint32]] = field(default_factory=dict)
     failed: dict[BlockKey, Miss] = field(default_factory=dict)
     wait_lost_s: float = 0.0
     kv_bytes: int = 0
@@ -162,6 +167,7 @@ class Puller:
             came[key] = pulled.blocks[key] = data
             pulled.handles[key] = handle
             pulled.anchors[anchor.anchor_id] = anchor
+            pulled.token_ids[anchor.anchor_id] = detail.token_ids
             pulled.kv_bytes += data.nbytes
             pulled.remote[key] = PulledBlock(
                 key=key,
