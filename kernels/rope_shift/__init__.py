@@ -39,10 +39,11 @@ def rope_shift(
     `keys` [L, H, S, Dk], `values` [L, H, S, Dv], `out_keys` [L, H, T, Dk], `out_values` [L, H, T, Dv]: any strides, one
     dtype (float32, bfloat16 or float16), one device. `position_map` int64 [T] with entries in [-1, S): where it is -1
     the outputs are left untouched; None means the first T source tokens in order (T <= S), which is faster. `shift` is
-    one int for all tokens (fastest) or int64 [T]; negative shifts rotate back. `inv_freq` float64 [R/2]: dims at and
-    beyond R are copied. `interleaved` False pairs dims (i, i + R/2), True pairs (2i, 2i + 1). A shift of 0 copies bit
-    for bit. Writes only to the outputs, which must not overlap the inputs. Raises ValueError naming the argument and
-    the dim. `backend` "auto": Triton for CUDA tensors when triton can be imported, otherwise the plain torch reference.
+    one int for all tokens (fastest) or int64 [T]; negative shifts rotate back. `inv_freq` float64 [R/2], or [L, R/2]
+    where layers rotate differently (zeros: that layer is copied); dims at and beyond R are copied. `interleaved` False
+    pairs dims (i, i + R/2), True pairs (2i, 2i + 1). A shift of 0 copies bit for bit. Writes only to the outputs, which
+    must not overlap the inputs. Raises ValueError naming the argument and the dim. `backend` "auto": Triton for CUDA
+    tensors when triton can be imported, otherwise the plain torch reference.
     """
     _check(keys, values, position_map, shift, inv_freq, out_keys, out_values)
     if backend not in ("auto", "reference", "triton"):
@@ -86,11 +87,17 @@ def _check(
         raise ValueError(f"out_keys dim Dk is {out_keys.shape[3]}, that of keys {keys.shape[3]}")
     if out_values.shape[3] != values.shape[3]:
         raise ValueError(f"out_values dim Dv is {out_values.shape[3]}, that of values {values.shape[3]}")
-    if inv_freq.ndim != 1 or inv_freq.dtype != torch.float64:
-        raise ValueError(f"inv_freq must be float64 [R/2], not {inv_freq.dtype} {tuple(inv_freq.shape)}")
-    if 2 * inv_freq.shape[0] > keys.shape[3]:
-        raise ValueError(f"inv_freq rotates R = {2 * inv_freq.shape[0]} dims, but dim Dk is {keys.shape[3]}")
+    _check_frequencies(keys, inv_freq)
     _check_positions(keys.shape[2], out_keys.shape[2], position_map, shift)
+
+
+def _check_frequencies(keys: torch.Tensor, inv_freq: torch.Tensor) -> None:
+    if inv_freq.ndim not in (1, 2) or inv_freq.dtype != torch.float64:
+        raise ValueError(f"inv_freq must be float64 [R/2] or [L, R/2], not {inv_freq.dtype} {tuple(inv_freq.shape)}")
+    if inv_freq.ndim == 2 and inv_freq.shape[0] != keys.shape[0]:
+        raise ValueError(f"inv_freq dim L is {inv_freq.shape[0]}, that of keys {keys.shape[0]}")
+    if 2 * inv_freq.shape[-1] > keys.shape[3]:
+        raise ValueError(f"inv_freq rotates R = {2 * inv_freq.shape[-1]} dims, but dim Dk is {keys.shape[3]}")
 
 
 def _check_positions(source: int, target: int, position_map: torch.Tensor | None, shift: torch.Tensor | int) -> None:

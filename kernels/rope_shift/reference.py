@@ -57,7 +57,7 @@ def _rotate_into(
     keys: torch.Tensor, shift: torch.Tensor | int, inv_freq: torch.Tensor, interleaved: bool, out: torch.Tensor
 ) -> None:
     """keys [L, H, T, Dk] rotated by shift (int or [T]) into `out`, which may be `keys` itself."""
-    rotated = 2 * inv_freq.shape[0]
+    rotated = 2 * inv_freq.shape[-1]
     moves = bool((shift != 0).any()) if isinstance(shift, torch.Tensor) else shift != 0
     if not moves or rotated == 0:
         if out is not keys:
@@ -72,18 +72,21 @@ def _rotate_into(
         source, target = keys[first : first + group, ..., :rotated], out[first : first + group, ..., :rotated]
         wide = source if source.dtype == torch.float32 else source.float()
         partner = _swap_pairs(wide, interleaved)
+        c, s = (cos, sin) if inv_freq.ndim == 1 else (cos[first : first + group], sin[first : first + group])
         if target.dtype == torch.float32:
-            torch.mul(wide, cos, out=target)
-            target.addcmul_(partner, sin)
+            torch.mul(wide, c, out=target)
+            target.addcmul_(partner, s)
         else:
-            target.copy_(wide.mul_(cos).addcmul_(partner, sin))
+            target.copy_(wide.mul_(c).addcmul_(partner, s))
 
 
 def _angles(shift: torch.Tensor | int, inv_freq: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin, float32, [R] or [T, R]: rotated = x * cos + partner(x) * sin. Shift 0 gives exactly 1 and
-    0."""
+    """cos and signed sin, float32: rotated = x * cos + partner(x) * sin. Shift 0 gives exactly 1 and 0.
+
+    [R] or [T, R] for inv_freq [R/2]; [L, 1, 1, R] or [L, 1, T, R] for inv_freq [L, R/2].
+    """
     distance = shift.to(torch.float64)[:, None] if isinstance(shift, torch.Tensor) else float(shift)
-    angle = distance * inv_freq
+    angle = distance * (inv_freq if inv_freq.ndim == 1 else inv_freq[:, None, None])
     cos, sin = angle.cos().float(), angle.sin().float()
     if interleaved:
         return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)

@@ -2,7 +2,8 @@
 
 Grid: (blocks of tokens, L * H). A program moves BLOCK_T tokens of one layer and head. Angles come in as float32 tables
 made in float64 on the host (one row when all tokens move equally far), so that the kernel does no trigonometry in
-float32. All addresses are int64: L * H * T * D passes 2^31 for long prompts of large models.
+float32; where layers rotate differently, one such table per layer. All addresses are int64: L * H * T * D passes 2^31
+for long prompts of large models.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def rope_shift(
         keys, values, out_keys, out_values,
         position_map if position_map is not None else keys, cos, sin,
         tokens, heads,
+        cos.stride(0) if inv_freq.ndim == 2 else 0,
         *keys.stride(), *values.stride(), *out_keys.stride(), *out_values.stride(),
-        HALF=inv_freq.shape[0],
+        HALF=inv_freq.shape[-1],
         KEY_DIM=key_dim,
         VALUE_DIM=values.shape[3],
         BLOCK_T=BLOCK_TOKENS,
-        BLOCK_HALF=triton.next_power_of_2(max(1, inv_freq.shape[0])),
-        BLOCK_REST=triton.next_power_of_2(max(1, key_dim - 2 * inv_freq.shape[0])),
+        BLOCK_HALF=triton.next_power_of_2(max(1, inv_freq.shape[-1])),
+        BLOCK_REST=triton.next_power_of_2(max(1, key_dim - 2 * inv_freq.shape[-1])),
         BLOCK_VALUE=triton.next_power_of_2(max(1, values.shape[3])),
         INTERLEAVED=interleaved,
         MAPPED=mapped,
@@ -50,9 +52,9 @@ def rope_shift(
 def _tables(
     shift: torch.Tensor | int, inv_freq: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [1 or T, R/2], contiguous."""
+    """cos and sin, float32 [1 or T, R/2] or, for inv_freq [L, R/2], [L, 1 or T, R/2]; contiguous."""
     moved = shift if isinstance(shift, torch.Tensor) else torch.tensor([shift], dtype=torch.int64, device=device)
-    angle = moved.to(device, torch.float64)[:, None] * inv_freq.to(device)
+    angle = moved.to(device, torch.float64)[:, None] * inv_freq.to(device).unsqueeze(-2)
     return angle.cos().float().contiguous(), angle.sin().float().contiguous()
 
 
@@ -60,6 +62,7 @@ def _tables(
 def rope_shift_kernel(  # type: ignore[no-untyped-def]
     keys, values, out_keys, out_values, position_map, cos, sin,
     tokens, heads,
+    angle_l,
     k_l, k_h, k_t, k_d, v_l, v_h, v_t, v_d,
     ok_l, ok_h, ok_t, ok_d, ov_l, ov_h, ov_t, ov_d,
     HALF: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -86,9 +89,9 @@ def rope_shift_kernel(  # type: ignore[no-untyped-def]
             first, second = pair, pair + HALF
         chosen = inside[:, None] & (pair < HALF)[None, :]
         if PER_TOKEN:
-            angle_row, angle_mask = target[:, None] * HALF + pair[None, :], chosen
+            angle_row, angle_mask = layer * angle_l + target[:, None] * HALF + pair[None, :], chosen
         else:
-            angle_row, angle_mask = pair[None, :], (pair < HALF)[None, :]
+            angle_row, angle_mask = layer * angle_l + pair[None, :], (pair < HALF)[None, :]
         c = tl.load(cos + angle_row, mask=angle_mask, other=1.0)
         s = tl.load(sin + angle_row, mask=angle_mask, other=0.0)
         a = tl.load(key_row + first[None, :] * k_d, mask=chosen, other=0.0)

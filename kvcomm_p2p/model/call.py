@@ -43,8 +43,10 @@ class ModelCall:
         body = getattr(model, "base_model", model)
         self._body = body if "inputs_embeds" in inspect.signature(body.forward).parameters else model
         self._cache_names = {id(module): cache_argument(module) for module in (model, self._body)}
-        # Models on eager attention have a reason (soft-capped scores, sinks, ALiBi): they keep it, with a dense mask.
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        # Models on eager attention have a reason (soft-capped scores, sinks, ALiBi): they keep it, with a dense mask. So do
+        # models whose code looks up no registered attention: they take a name that they do not know for eager (Falcon).
+        looks_up = any(hasattr(inspect.getmodule(type(m)), "ALL_ATTENTION_FUNCTIONS") for m in model.modules())
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config") and looks_up}
         self._configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
 
     def as_ids(self, values: TokenIds) -> torch.Tensor:

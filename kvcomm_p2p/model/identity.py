@@ -43,7 +43,7 @@ def model_id(
         "adapter": adapter_digest(model),
         "kv_dtype": layout.dtype,
         "kv_shape": [layout.layers, layout.kv_heads, layout.key_dim, layout.value_dim],
-        "config": {name: getattr(config, name) for name in _CONFIG_NAMES if getattr(config, name, None) is not None},
+        "config": {name: value for name in _CONFIG_NAMES if (value := _setting(config, name)) is not None},
     }
     return ModelId(hashlib.sha256(_canonical(document)).digest()[:MODEL_ID_BYTES])
 
@@ -91,6 +91,14 @@ def adapter_digest(model: Any) -> str:
     active = getattr(model, "active_adapters", None)
     names = active() if callable(active) else active
     return hashlib.sha256(_canonical({"settings": settings, "active": str(names)})).hexdigest()
+
+
+def _setting(config: Any, name: str) -> Any:
+    """One value, or one per layer where layers differ (their config then refuses to give one); None where there is none."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
 
 
 def _remembered_weights_digest(model: Any, dtype: str, files: list[Path], cache_dir: Path | None) -> str:

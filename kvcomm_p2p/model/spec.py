@@ -10,14 +10,23 @@ from kvcomm_p2p.protocol.ids import ModelId
 
 @dataclass(frozen=True, slots=True)
 class RotaryGeometry:
-    """How keys are rotated: the first 2 * len(inv_freq) of the D key dims, by angle position * inv_freq[i].
+    """What moving KV by s positions does to it: the first R = 2 * len(inv_freq) of the D key dims turn by the angles
+    s * inv_freq[i]. Empty frequencies: nothing turns (ALiBi).
 
-    `interleaved` False: pairs (i, i + R/2) ("half", NeoX); True: pairs (2i, 2i + 1) (GPT-J). One geometry for all
-    layers.
+    `interleaved` False: pairs (i, i + R/2) ("half", NeoX); True: pairs (2i, 2i + 1) (GPT-J). `layers`: the frequencies of
+    every layer [L][R/2] where they differ between layers (zeros: a layer without positions), None where `inv_freq` is
+    that of all; `inv_freq` is always that of layer 0. `in_values`: what turns is in the part that the model caches as
+    values, and its keys stay as they are (latent attention).
     """
 
     inv_freq: tuple[float, ...]
     interleaved: bool
+    layers: tuple[tuple[float, ...], ...] | None = None
+    in_values: bool = False
+
+    def of_layer(self, layer: int) -> tuple[float, ...]:
+        """The frequencies of one layer [R/2]: whoever works layer by layer must ask here, `inv_freq` alone is layer 0's."""
+        return self.layers[layer] if self.layers else self.inv_freq
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import torch
 
@@ -62,19 +63,27 @@ def _align_block(
 ) -> None:
     """The rows of `span` that one block of its donor holds."""
     shift = span.start - span.donor_start
-    inv_freq = torch.tensor(rotary.inv_freq if rotary else (), dtype=torch.float64)
     first = anchor.start + index * BLOCK_TOKENS
     tokens = anchor.block_tokens(index)
     keys, values = block_tensors(data, cache.layout, tokens)
     low = max(span.donor_start, first)
     high = min(span.donor_start + span.tokens, first + tokens)
+    source = [part[:, :, low - first : high - first] for part in (keys, values)]
+    target = [part[:, 0, :, low + shift : high + shift] for part in (cache.keys, cache.values)]
+    turned, kept = (1, 0) if rotary and rotary.in_values else (0, 1)
     rope_shift(
-        keys[:, :, low - first : high - first],
-        values[:, :, low - first : high - first],
+        source[turned],
+        source[kept],
         None,
         shift,
-        inv_freq,
+        _frequencies(rotary),
         rotary.interleaved if rotary else False,
-        out_keys=cache.keys[:, 0, :, low + shift : high + shift],
-        out_values=cache.values[:, 0, :, low + shift : high + shift],
+        out_keys=target[turned],
+        out_values=target[kept],
     )
+
+
+@lru_cache(maxsize=8)
+def _frequencies(rotary: RotaryGeometry | None) -> torch.Tensor:
+    """float64 [R/2], or [L, R/2] where layers differ."""
+    return torch.tensor((rotary.layers or rotary.inv_freq) if rotary else (), dtype=torch.float64)

@@ -146,6 +146,33 @@ def test_sources_may_be_strided(twin: str) -> None:
     assert torch.equal(out_values, values[:, :, [5, 0]])
 
 
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shift", [61, torch.tensor([3, 0, -900, 7, 1])], ids=["one", "each"])
+def test_frequencies_per_layer(twin: str, interleaved: bool, dtype: torch.dtype, shift: torch.Tensor | int) -> None:
+    keys, values = source(5, dtype=dtype)
+    per_layer = torch.stack((frequencies(6), torch.zeros(3, dtype=torch.float64)))
+    out_keys, out_values = run(twin, keys, values, None, 5, shift, per_layer, interleaved)
+    distances = torch.full((5,), shift) if isinstance(shift, int) else shift
+    for layer in range(2):
+        one = slice(layer, layer + 1)
+        expected = truth(keys[one], torch.arange(5), distances, per_layer[layer], interleaved)
+        torch.testing.assert_close(out_keys[one].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(out_keys[1], keys[1]), "zero frequencies do not even round"
+    assert torch.equal(out_values, values)
+
+
+def test_groups_of_layers_take_their_own_frequencies() -> None:
+    keys, values = torch.randn(40, 2, 300, 64), torch.randn(40, 2, 300, 4)
+    per_layer = torch.stack([frequencies(64) / (1 + layer) for layer in range(40)])
+    out_keys, _ = run("reference", keys, values, None, 300, 17, per_layer, False)
+    for layer in (0, 1, 20, 39):
+        one = slice(layer, layer + 1)
+        expected = truth(keys[one], torch.arange(300), torch.full((300,), 17), per_layer[layer], False)
+        torch.testing.assert_close(out_keys[one].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_many_layers_are_worked_on_in_groups() -> None:
     keys, values = torch.randn(40, 2, 300, 64), torch.randn(40, 2, 300, 4)
     out_keys, _ = run("reference", keys, values, None, 300, 17, frequencies(64), False)
@@ -164,6 +191,8 @@ def test_many_layers_are_worked_on_in_groups() -> None:
         ({"out_values": torch.zeros(2, 3, 2, 7)}, "out_values dim Dv"),
         ({"out_keys": torch.zeros(1, 3, 2, 8)}, "out_keys dims L, H"),
         ({"inv_freq": frequencies(10)}, "dim Dk is 8"),
+        ({"inv_freq": torch.ones(3, 2, dtype=torch.float64)}, "inv_freq dim L is 3"),
+        ({"inv_freq": torch.ones(2, 1, 2, dtype=torch.float64)}, r"float64 \[R/2\] or \[L, R/2\]"),
         ({"inv_freq": frequencies(8).float()}, "inv_freq must be float64"),
         ({"position_map": torch.tensor([0, 4])}, r"outside \[-1, S = 4\)"),
         ({"position_map": torch.tensor([0, -2])}, r"outside \[-1, S = 4\)"),
