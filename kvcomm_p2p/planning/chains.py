@@ -15,7 +15,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, NO_CHAIN
 from kvcomm_p2p.protocol.ids import (
     ANCHOR_ID_BYTES,
     CHAIN_HASH_BYTES,
@@ -50,10 +50,12 @@ def keyed_digest(domain: bytes, key: bytes, size: int, *parts: bytes) -> bytes:
 class ChainHasher:
     """Chain hashes of a sequence that grows. Holds the last hash and the tokens of the block that is not full yet."""
 
-    def __init__(self, key: bytes, model_id: ModelId) -> None:
-        """`key`: content key, 1 to 64 bytes. Raises ValueError for another length."""
+    def __init__(self, key: bytes, model_id: ModelId, *, behind: ChainHash = NO_CHAIN) -> None:
+        """`key`: content key, 1 to 64 bytes. `behind`: the chain hash at a block boundary, to go on from there (`tokens`
+        then counts from there). Raises ValueError for another length of the key.
+        """
         self._key = key
-        self._last = keyed_digest(b"kvcomm root", key, CHAIN_HASH_BYTES, model_id)
+        self._last: bytes = behind or keyed_digest(b"kvcomm root", key, CHAIN_HASH_BYTES, model_id)
         self._tail = b""
         self._tokens = 0
 

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -21,13 +21,14 @@ import numpy.typing as npt
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
-from kvcomm_p2p.planning.chains import chain_hashes, keyed_digest
+from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.parts import part_of
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
 from kvcomm_p2p.planning.spans import blocks_needed, hops_at
 from kvcomm_p2p.planning.types import Plan, SpanKind
-from kvcomm_p2p.planning.winnow import fingerprints
+from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
-from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId, ChainHash, SequenceId
+from kvcomm_p2p.protocol.ids import AnchorId, SequenceId
 from kvcomm_p2p.protocol.pool import stricter
 from kvcomm_p2p.reuse.blocks import copy_block
 from kvcomm_p2p.reuse.lineage import Lineage
@@ -46,11 +47,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A prompt as it was published, for its answer to go on from."""
+    """A prompt as it was published, for its answer to go on from. `contents`: names of its short contents."""
 
     variant: bytes
     last: AnchorMeta | None
     before_last: AnchorId | None
+    contents: tuple[ContentMark, ...] = ()
 
 
 class Publisher:
@@ -79,17 +81,18 @@ class Publisher:
         cache: KVCache,
         plan: Plan,
         visibility: Sequence[VisibilityMark],
+        contents: tuple[ContentMark, ...] = (),
     ) -> Published:
-        """Publish rows [0, T) of a filled slab; returns where an answer goes on."""
+        """Publish rows [0, T) of a filled slab, its short contents under their names; returns where an answer goes on."""
         hops = hops_at(plan)
         variant = self._variant(plan) if hops[-1][1] > 0 else b""
-        segments = await self._cut(token_ids, hops, _marks(plan, visibility), variant, 0, None)
+        segments = await self._cut(token_ids, hops, _marks(plan, visibility), variant, contents)
         await self._publish(cache, segments, variant, None)
         held = [segment for segment in segments if self._driver.held(segment.meta.anchor_id) is not None]
         await self._supersede(_superseded(plan, held))
         last = segments[-1].meta
         before = segments[-2].meta.anchor_id if len(segments) > 1 else None
-        return Published(variant, last, before)
+        return Published(variant, last, before, contents)
 
     async def answer(
         self,
@@ -101,13 +104,21 @@ class Publisher:
     ) -> None:
         """Publish what was generated behind a published prompt: `token_ids` are prompt and answer, as far as rows exist.
 
-        The prompt's last anchor is replaced by a longer one if it ended in the middle of a block or was short.
+        The prompt's last anchor is replaced by a longer one if it ended in the middle of a block or was short. The answer
+        is a content: it may fill a slot of somebody else's prompt.
         """
         last = prompt.last
         if last is None or len(token_ids) <= last.end:
             return
+        contents = (*prompt.contents, *content_marks(token_ids, [(plan.tokens, len(token_ids))], self._key))
         segments = await self._cut(
-            token_ids, hops_at(plan), _marks(plan, visibility), prompt.variant, last.start, last.sequence_id
+            token_ids,
+            hops_at(plan),
+            _marks(plan, visibility),
+            prompt.variant,
+            contents,
+            start=last.start,
+            sequence=last.sequence_id,
         )
         await self._publish(cache, segments, prompt.variant, prompt.before_last)
         replaced = last.anchor_id not in {segment.meta.anchor_id for segment in segments}
@@ -146,8 +157,10 @@ class Publisher:
         hops: Sequence[tuple[int, int]],
         visibility: Sequence[VisibilityMark],
         variant: bytes,
-        start: int,
-        sequence: SequenceId | None,
+        contents: Sequence[ContentMark],
+        *,
+        start: int = 0,
+        sequence: SequenceId | None = None,
     ) -> list[Segment]:
         return await self._run(
             partial(
@@ -161,6 +174,7 @@ class Publisher:
                 variant=variant,
                 start=start,
                 sequence=sequence,
+                marks=contents,
             )
         )
 
@@ -207,35 +221,9 @@ class Publisher:
         token_ids.flags.writeable = False
         handles = tuple(pulled.handles.pop(key) for key in keys)
         digests = tuple(pulled.remote[key].digest for key in keys)
-        return HeldAnchor(self._part(anchor, indexes, token_ids), token_ids, handles, digests)
-
-    def _part(self, anchor: AnchorMeta, indexes: list[int], token_ids: npt.NDArray[np.uint32]) -> AnchorMeta:
-        """Metadata of a part of an anchor; the anchor's own when the part is the whole.
-
-        A part's id comes from the whole's id and the range, so that whoever holds the same part calls it the same.
-        """
-        if len(indexes) == anchor.blocks:
-            return anchor
         start = anchor.start + indexes[0] * BLOCK_TOKENS
-        end = start + len(token_ids)
-        name = keyed_digest(
-            b"kvcomm part",
-            self._key,
-            ANCHOR_ID_BYTES,
-            anchor.anchor_id,
-            start.to_bytes(8, "little"),
-            end.to_bytes(8, "little"),
-        )
-        values, _ = fingerprints(token_ids, self._key)
-        return replace(
-            anchor,
-            anchor_id=AnchorId(name),
-            start=start,
-            end=end,
-            chain_end=anchor.chain_end if end == anchor.end else ChainHash(b""),
-            fingerprints=np.unique(values).astype("<u4").tobytes(),
-            kv_bytes=self._spec.layout.block_bytes(len(token_ids)),
-        )
+        meta = part_of(anchor, pulled.token_ids[anchor.anchor_id], start, start + len(token_ids), self._key)
+        return HeldAnchor(meta, token_ids, handles, digests)
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)

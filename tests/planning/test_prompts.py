@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.planning.chains import group_tag
 from kvcomm_p2p.planning.segments import VisibilityMark
+from kvcomm_p2p.planning.winnow import content_marks
 from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare, prepare_ids
 from kvcomm_p2p.protocol.anchors import Visibility
 
@@ -246,10 +247,63 @@ def test_slow_tokenizers_work_without_slots_and_say_so_with_them(tokenizer: Any)
             assert not options["return_offsets_mapping"]
             return {"input_ids": [ord(c) for c in text]}
 
-    assert prepare(Slow(), "ab").token_ids.tolist() == [97, 98]
+    assert prepare(Slow(), "ab", key=KEY).token_ids.tolist() == [97, 98]
     assert prepare(Slow(), "ab", visibility="private").visibility == (VisibilityMark(0, Visibility.PRIVATE),)
     with pytest.raises(UsageError, match="fast tokenizer"):
         prepare(Slow(), "a{x}", {"x": "b"})
+
+
+def named(prepared: PreparedPrompt) -> set[int]:
+    return {mark.fingerprint for mark in prepared.marks}
+
+
+WORDS = ["the", "report", "says", "cat", "sat", "on", "mat", "please", "[0]", "é", "42", "."]
+SHAPES = ["{it}", "the report: {it} please", 'write "{it}".', "[it]\n[it]", "code {x: 1}\n```\n[it]\n```", "({it})"]
+KEY = b"content key"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(WORDS), min_size=14, max_size=20),
+    st.sampled_from(SHAPES),
+    st.sampled_from(SHAPES),
+)
+def test_short_contents_have_a_name_in_common_in_prompts_of_any_shape(words: list[str], one: str, other: str) -> None:
+    content = " ".join(["the", *words])  # a word that is one token also at the beginning
+    prompts = [
+        prepare(SHARED, shape, {"it": content}, chat=chat, key=KEY) for shape, chat in ((one, True), (other, False))
+    ]
+    assert named(prompts[0]) & named(prompts[1])
+    for prompt in prompts:
+        for mark in prompt.marks:
+            assert mark.length >= 8 and mark.position + mark.length <= len(prompt.token_ids)
+
+
+def test_messages_and_every_reference_to_a_slot_have_names(tokenizer: Any) -> None:
+    cat, mat = (
+        "the cat sat on the mat the cat sat on the mat",
+        "the report says that the cat sat: please say the report",
+    )
+    messages = [{"role": "system", "content": mat}, {"role": "user", "content": "{cat} and {cat}"}]
+    prepared = prepare(tokenizer, messages, {"cat": cat}, key=KEY)
+    first, second = (
+        {mark.fingerprint for mark in content_marks(prepared.token_ids, [range_], KEY)}
+        for range_ in prepared.slots["cat"]
+    )
+    assert first | second <= named(prepared)
+    assert first & second
+    alone = prepare(tokenizer, [{"role": "user", "content": mat}], key=KEY)
+    assert alone.marks and named(alone) <= named(prepared)
+    assert not named(alone) & named(prepare(tokenizer, [{"role": "user", "content": mat}], key=b"another"))
+
+
+def test_no_names_without_a_key_or_of_templates_that_rewrite(tokenizer: Any) -> None:
+    mat = "the cat sat on the mat the cat sat on the mat"
+    assert prepare(tokenizer, mat).marks == ()
+    assert prepare(tokenizer, mat, chat=False, key=KEY).marks == ()
+    shouting = make_tokenizer(CHATML.replace("m['content']", "m['content'] | upper"))
+    assert prepare(shouting, mat, key=KEY).marks == ()
+    assert prepare_ids(list(range(20)), 30, key=KEY).marks == ()
 
 
 def test_ids_given_directly() -> None:
