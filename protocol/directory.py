@@ -1,4 +1,4 @@
-"""The index: which anchors share a prefix or fingerprints with a prompt, and who holds them.
+"""The index: which anchors share a prefix or fingerprints with a prompt or resemble it, and who holds them.
 
 One row per (holder, anchor). Fingerprints of all rows lie in one sorted array with the row of each beside it, and a
 small unsorted tail that is merged in when it has grown; rows that died are skipped until the next merge takes them out.
@@ -7,6 +7,7 @@ small unsorted tail that is merged in when it has grown; rows that died are skip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,12 +16,13 @@ import numpy.typing as npt
 from kvcomm_p2p.protocol.anchors import AnchorMeta, MissReason
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId, SequenceId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
+from kvcomm_p2p.protocol.similar import VALUE_BITS, SimilarIndex
 
 TAIL_MIN = 4096
 """Fingerprints that may wait unsorted, whatever the size of the sorted part (otherwise an eighth of it)."""
 
 ROWS_PER_KEY_MAX = 1024
-"""Rows looked at per chain hash or fingerprint: a hostile peer that claims one everywhere cannot make lookups slow."""
+"""Rows looked at per chain hash, fingerprint or sketch: a hostile peer that claims one everywhere cannot make lookups slow."""
 
 HOLDERS_PER_ANCHOR_MAX = 4
 """Hits per anchor, so that one that everybody holds does not crowd out the others."""
@@ -45,6 +47,7 @@ class Directory:
         self._of_holder: dict[NodeId, dict[AnchorId, int]] = {}
         self._of_chain: dict[ChainHash, dict[int, None]] = {}
         self._of_sequence: dict[tuple[NodeId, SequenceId], dict[int, None]] = {}
+        self._contents = _Contents()
         self._values: _U32 = np.empty(0, np.uint32)
         self._value_rows: _Rows = np.empty(0, np.int64)
         self._tail: list[tuple[_U32, int]] = []
@@ -67,6 +70,8 @@ class Directory:
         self._of_sequence.setdefault((holder, meta.sequence_id), {})[row] = None
         if meta.chain_end:
             self._of_chain.setdefault(meta.chain_end, {})[row] = None
+        if meta.content:
+            self._contents.add(row, meta)
         values = np.unique(np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False))
         if values.size:
             self._tail.append((values, row))
@@ -87,6 +92,8 @@ class Directory:
         _discard(self._of_sequence, (holder, meta.sequence_id), row)
         if meta.chain_end:
             _discard(self._of_chain, meta.chain_end, row)
+        if meta.content:
+            self._contents.remove(row, meta)
         self._dead_size += len(meta.fingerprints) // 4
         if self._dead_size > max(TAIL_MIN, self._values.size // 2):
             self._merge()
@@ -106,14 +113,15 @@ class Directory:
             for row in _first(self._of_chain.get(chain, ()), ROWS_PER_KEY_MAX):
                 prefix[row] = self._rows[row].meta.end
         matches = self._count_matches(lookup.fingerprints)
+        similar = self._contents.near(lookup.sketches, lookup.sketch_bits_max)
         hits: list[AnchorHit] = []
         foreign = False
-        for row in {**prefix, **matches}:
+        for row in {**prefix, **matches, **similar}:
             holder, meta = self._rows[row]
             if meta.model_id != lookup.model_id:
                 foreign = foreign or usable(holder, meta)
             elif usable(holder, meta):
-                hits.append(AnchorHit(meta, holder, matches.get(row, 0), prefix.get(row, 0)))
+                hits.append(AnchorHit(meta, holder, matches.get(row, 0), prefix.get(row, 0), similar.get(row)))
         chosen = self._choose(hits, lookup.anchors_max)
         chosen += self._neighbours(chosen, lookup, usable)
         chosen.sort(key=self._rank)
@@ -131,8 +139,9 @@ class Directory:
         rows, sizes = np.unique(np.concatenate(found), return_counts=True)
         return {row: size for row, size in zip(rows.tolist(), sizes.tolist(), strict=True) if row in self._rows}
 
-    def _rank(self, hit: AnchorHit) -> tuple[int, int, bool, bytes, bytes]:
-        return -hit.prefix_tokens, -hit.matches, hit.holder != self._me, hit.meta.anchor_id, hit.holder
+    def _rank(self, hit: AnchorHit) -> tuple[int, int, int, bool, bytes, bytes]:
+        bits = VALUE_BITS + 1 if hit.similar_bits is None else hit.similar_bits
+        return -hit.prefix_tokens, -hit.matches, bits, hit.holder != self._me, hit.meta.anchor_id, hit.holder
 
     def _choose(self, hits: list[AnchorHit], anchors_max: int) -> list[AnchorHit]:
         hits.sort(key=self._rank)
@@ -186,6 +195,42 @@ class Directory:
         order = np.lexsort((rows, values))
         self._values, self._value_rows = values[order], rows[order]
         self._tail, self._tail_size, self._dead_size, self._joined_tail = [], 0, 0, None
+
+
+class _Contents:
+    """Rows by similar content. An anchor is searched once, however many peers hold it; one whose content a peer tells
+    differently counts as another, so that a false claim hides no true one.
+    """
+
+    def __init__(self) -> None:
+        self._index = SimilarIndex()
+        self._entry_of: dict[tuple[AnchorId, int], int] = {}
+        self._rows: dict[int, dict[int, None]] = {}
+
+    def add(self, row: int, meta: AnchorMeta) -> None:
+        """`row` is higher than all before it."""
+        # The first row of a content names it in the index, also when that row has gone.
+        entry = self._entry_of.setdefault((meta.anchor_id, meta.content), row)
+        if entry == row:
+            self._index.add(meta.content, entry)
+        self._rows.setdefault(entry, {})[row] = None
+
+    def remove(self, row: int, meta: AnchorMeta) -> None:
+        entry = self._entry_of[meta.anchor_id, meta.content]
+        _discard(self._rows, entry, row)
+        if entry not in self._rows:
+            del self._entry_of[meta.anchor_id, meta.content]
+            self._index.remove(entry)
+
+    def near(self, sketches: Iterable[int], bits_max: int) -> dict[int, int]:
+        """Row -> bits to the nearest of `sketches`, for rows at most `bits_max` from one."""
+        found: dict[int, int] = {}
+        for sketch in sketches:
+            contents = self._index.search(sketch, bits_max, limit=ROWS_PER_KEY_MAX)
+            rows = ((row, bits) for entry, bits in contents for row in self._rows[entry])
+            for row, bits in islice(rows, ROWS_PER_KEY_MAX):
+                found[row] = min(bits, found.get(row, bits))
+        return found
 
 
 def _first(rows: Iterable[int], count: int) -> list[int]:

@@ -172,3 +172,108 @@ def test_matches_agree_with_a_plain_search(
             expected[key] = count
     assert found == expected
     assert len(index) == len(plain)
+
+
+def alike(label: object, content: int, **changes: Any) -> AnchorMeta:
+    """An anchor with this content and nothing else by which it could be found."""
+    return meta(label, content=content, fingerprints=b"", chain_end=ChainHash(b""), **changes)
+
+
+def resembling(*sketches: int, bits_max: int = 9, fingerprints: tuple[int, ...] = ()) -> Lookup:
+    values = np.array(fingerprints, np.uint32)
+    return Lookup(MODEL, (), values, sketches=sketches, sketch_bits_max=bits_max)
+
+
+def test_near_duplicates_are_found_after_what_matches() -> None:
+    index = Directory(ME)
+    peer = record(1).node_id
+    near, nearer, far = alike("near", 0b111), alike("nearer", 0b100), alike("far", 2**10 - 1)
+    both = with_values("both", [7], content=0b11111)
+    for anchor in (near, nearer, far, both):
+        index.add(peer, anchor)
+    index.add(ME, nearer)
+    hits = index.find(resembling(0, fingerprints=(7,)), everybody).hits
+    assert [(hit.meta, hit.holder, hit.matches, hit.similar_bits) for hit in hits] == [
+        (both, peer, 1, 5),
+        (nearer, ME, 0, 1),
+        (nearer, peer, 0, 1),
+        (near, peer, 0, 3),
+    ]
+    (hit,) = index.find(Lookup(MODEL, (), np.array([7], np.uint32)), everybody).hits
+    assert hit.similar_bits is None
+    assert index.find(Lookup(MODEL, (), NO_FINGERPRINTS), everybody).miss is MissReason.NOT_FOUND
+
+
+def test_near_duplicates_for_another_model_or_unusable_are_no_hits() -> None:
+    index = Directory(ME)
+    index.add(ME, alike("foreign", 1, model_id=ModelId(b"X" * 16)))
+    assert index.find(resembling(1), everybody).miss is MissReason.MODEL_MISMATCH
+    index.add(ME, alike("ours", 1))
+    assert index.find(resembling(1), lambda holder, anchor: False).hits == ()
+    assert len(index.find(resembling(1), everybody).hits) == 1
+
+
+def test_a_content_that_many_hold_is_searched_once_and_stays_until_the_last_leaves() -> None:
+    index = Directory(ME)
+    holders = [record(number).node_id for number in range(1, 4)]
+    for holder in holders:
+        index.add(holder, alike("doc", 5))
+    assert len(index._contents._index) == 1
+    for left in (3, 2, 1, 0):
+        assert len(index.find(resembling(5), everybody).hits) == left
+        if left:
+            index.remove_holder(holders[3 - left])
+    assert len(index._contents._index) == 0
+
+
+def test_a_false_content_hides_no_true_one() -> None:
+    index = Directory(ME)
+    liar, honest = record(1).node_id, record(2).node_id
+    index.add(liar, alike("doc", 2**40 - 1))
+    index.add(honest, alike("doc", 1))
+    assert [hit.holder for hit in index.find(resembling(1), everybody).hits] == [honest]
+
+
+def test_anchors_without_content_resemble_nothing() -> None:
+    index = Directory(ME)
+    index.add(ME, alike("short", 0))
+    assert index.find(resembling(0, bits_max=64), everybody).hits == ()
+
+
+def test_a_content_claimed_everywhere_is_looked_at_only_so_often() -> None:
+    index = Directory(ME)
+    for count in range(1_500):
+        index.add(record(1).node_id, alike(count, 3))
+    asked = Lookup(MODEL, (), NO_FINGERPRINTS, 10**6, (3,))
+    assert len(index.find(asked, everybody).hits) == directory_module.ROWS_PER_KEY_MAX
+
+
+@given(operations, st.lists(st.integers(0, 15), max_size=3), st.integers(0, 3))
+@settings(deadline=None, max_examples=150)
+def test_resemblance_agrees_with_a_plain_search(
+    steps: list[tuple[str, int, int, list[int]]], sketches: list[int], bits_max: int
+) -> None:
+    index = Directory(ME)
+    plain: dict[tuple[NodeId, bytes], AnchorMeta] = {}
+    for action, holder_index, label, values in steps:
+        holder = record(holder_index).node_id
+        anchor = alike(label, sum(values) % 16)
+        if action == "add":
+            index.add(holder, anchor)
+            plain[holder, anchor.anchor_id] = anchor
+        elif action == "remove":
+            index.remove(holder, anchor.anchor_id)
+            plain.pop((holder, anchor.anchor_id), None)
+        else:
+            index.remove_holder(holder)
+            plain = {key: value for key, value in plain.items() if key[0] != holder}
+    hits = index.find(resembling(*sketches, bits_max=bits_max), everybody).hits
+    expected = {}
+    for key, anchor in plain.items():
+        bits = min(((anchor.content ^ sketch).bit_count() for sketch in sketches), default=99)
+        if anchor.content and bits <= bits_max:
+            expected[key] = bits
+    assert {(hit.holder, hit.meta.anchor_id): hit.similar_bits for hit in hits} == expected
+    assert len(index._contents._index) == len(
+        {(key[1], anchor.content) for key, anchor in plain.items() if anchor.content}
+    )

@@ -138,11 +138,11 @@ def test_memory_is_bounded_while_values_come_and_go(monkeypatch: pytest.MonkeyPa
     assert largest <= 300
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [("add", (-1, 0)), ("add", (2**64, 0)), ("add", (0, -1)), ("add", (0, ENTRY_MAX + 1))]
-    + [("search", (-1, 9)), ("search", (2**64, 9)), ("search", (0, -1)), ("search", (0, 65))],
-)
+BAD_PAIRS = [("add", pair) for pair in ((-1, 0), (2**64, 0), (0, -1), (0, ENTRY_MAX + 1))]
+BAD_QUESTIONS = [("search", pair) for pair in ((-1, 9), (2**64, 9), (0, -1), (0, 65))]
+
+
+@pytest.mark.parametrize(("method", "arguments"), [*BAD_PAIRS, *BAD_QUESTIONS])
 def test_numbers_out_of_range_are_refused(method: str, arguments: tuple[Any, ...]) -> None:
     index = SimilarIndex()
     with pytest.raises(ValueError, match="out of range"):
