@@ -50,7 +50,8 @@ HEARD_ROUNDS = 6
 """Rounds of gossip after which everybody has heard what an agent published, before the next one is asked."""
 
 Controls = Callable[[ModelRunner, Case], Sequence[Row]]
-"""More rows for the table of a case, from the prompts of its samples."""
+"""More rows for the table of a case, from the prompts of its samples; called when the case is measured, in this thread.
+Their `case` is the case's name, a comma and what was done instead: "rag, balanced, no rotation"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,13 @@ class Evaluation:
     interrupted: bool
 
     def tables(self) -> list[Table]:
-        """One per workload and mode, with its controls."""
-        cases = list(dict.fromkeys(row.case for row in self.result.rows))
-        return [
-            Result(f"eval: {case}", [row for row in self.result.rows if row.case == case], self.result.seed).table()
-            for case in cases
-        ]
+        """One per case, with the rows of its controls, whose case begins with its name and a comma."""
+        tables = []
+        for name in (case.name for case in self.cases):
+            own = [row for row in self.result.rows if row.case == name or row.case.startswith(f"{name},")]
+            if own:
+                tables.append(Result(f"eval: {name}", own, self.result.seed).table())
+        return tables
 
 
 def run(
@@ -113,7 +115,10 @@ def run(
             for mode in modes:
                 case = Case(each.name, mode, each.score_name)
                 cases.append(case)
-                measure(runner, each, case, console, tokens=tokens or TOKENS[each.name], settings=settings)
+                try:
+                    measure(runner, each, case, console, tokens=tokens or TOKENS[each.name], settings=settings)
+                except Exception as error:  # the other cases are worth their figures
+                    case.failures.append(Failure("", "", len(case.samples), f"the rest of the run: {_reason(error)}"))
                 table += rows(case, seed)
                 table += controls(runner, case) if controls else ()
     except KeyboardInterrupt:
@@ -165,6 +170,7 @@ class _Run:
         self._number = 0
 
     async def all(self) -> None:
+        """Every task, one request at a time."""
         async with _cluster(self._runner, list(self._workload.roles), self._settings) as agents:
             for task in self._workload.tasks:
                 conversation = task.converse()
@@ -183,8 +189,7 @@ class _Run:
         try:
             sample = await self._sample(task, ask, agent, number)
         except Exception as error:  # whatever one request runs into, the others are worth their figures
-            what = str(error) if isinstance(error, KVCommError) else f"{type(error).__name__}: {error}"
-            self._case.failures.append(Failure(task.name, ask.agent, number, what))
+            self._case.failures.append(Failure(task.name, ask.agent, number, _reason(error)))
             return ""
         finally:
             self._asked.add(ask.agent)
@@ -273,6 +278,10 @@ async def _cluster(
                 raise KVCommError(f"the agents did not find each other within {MEET_TIMEOUT_S:g} s")
             await asyncio.sleep(settings.gossip_interval_s)
         yield agents
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, KVCommError) else f"{type(error).__name__}: {error}"
 
 
 def _settings(settings: Settings, agents: int) -> Settings:

@@ -123,7 +123,7 @@ def program(task: CodeTask, answer: str) -> str:
     defines the function itself, else as the body of the prompt's function, up to the first stop text."""
     fenced = _FENCE.search(answer)
     written = fenced[1] if fenced else answer
-    signature = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(task.entry_point)}\b", re.MULTILINE)
+    signature = re.compile(rf"^[ \t]*(?:async\s+)?def\s+{re.escape(task.entry_point)}\b", re.MULTILINE)
     if signature.search(written):
         own = signature.search(task.prompt)
         return task.prompt[: own.start() if own else 0] + textwrap.dedent(written)

@@ -14,7 +14,8 @@ _STREAM = 4
 WRITERS: dict[str, str] = {
     "poet": (
         "You are a poet who distrusts big words. Your lines are short, your images come from kitchens, harbours and "
-        "workshops, and you would rather leave a poem unfinished than decorate it. Nothing you write rhymes by force."
+        "workshops, and you would rather leave a poem unfinished than decorate it. Nothing you write rhymes by force, "
+        "and its title is the last thing that you look for."
     ),
     "novelist": (
         "You write prose fiction. Begin in the middle of a scene, let people speak in their own voices, and trust the "

@@ -76,4 +76,5 @@ def _ask(role: str, question: str, texts: Sequence[str]) -> Ask:
 
 
 def _converse(asks: tuple[Ask, ...]) -> Conversation:
-    yield from asks
+    for ask in asks:  # noqa: UP028 - an iterator of a tuple cannot be sent answers
+        yield ask
