@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.report import PrefillReport
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class AgentStatus:
             address=stack.address,
             model=spec.name,
             model_id=spec.model_id.hex(),
-            exact_only_reason=spec.share_refusal or stack.engine.rules().reason,
+            exact_only_reason=spec.share_refusal or stack.engine.rules(Mode.BALANCED).reason,
             uptime_s=uptime_s,
             pool_bytes=stats.node.pool_bytes,
             pool_bytes_max=stack.pool_bytes_max,

@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class SpanReport:
     """Tokens [start, end) of the prompt. `kind`: exact, continued, reuse or recompute. `source`: name of the agent that held
-    the KV ("" when recomputed, our own name for the local pool). `donor_start`: where it stood in the donor's sequence."""
+    the KV ("" when recomputed, our own name for the local pool). `donor_start`: where it stood in the donor's sequence.
+    `probes`: so many of a reused span's tokens were recomputed all the same, to see how wrong the others are."""
 
     start: int
     end: int
@@ -18,6 +19,31 @@ class SpanReport:
     source: str = ""
     donor_start: int = 0
     why: str = ""
+    probes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A reused run [start, end) of the prompt, and why this copy was taken.
+
+    `source`: the agent that held it; `donor_start`: where it stood there. `provenance` and `likeness` (0 to 1): how much the
+    text before the copy was like the text before it here. `head_tokens`, `probes`, `shift`: its repair. `expected_kl`: its
+    share of the expected divergence; `saved_s`: predicted seconds against recomputing it. `deviation`: of the aligned KV
+    where the guard compared it (None: it did not).
+    """
+
+    start: int
+    end: int
+    source: str
+    donor_start: int
+    provenance: str
+    likeness: float
+    head_tokens: int
+    probes: int
+    shift: bool
+    expected_kl: float
+    saved_s: float
+    deviation: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +75,10 @@ class PrefillReport:
     """One per prefill. Token counts add up: prompt = exact + continued + reused + recomputed.
 
     `slots`: slot name -> token ranges [start, end) of its content in the prompt. `fallback`: why a plan with reuse ended in
-    dense prefill ("" if it did not). `wait_lost_s`: seconds spent waiting for peers that did not deliver.
+    dense prefill ("" if it did not). `wait_lost_s`: seconds spent waiting for peers that did not deliver. `covered_tokens`:
+    prompt tokens in any equal run that some donor holds, used or not. `expected_kl` and `predicted_kl`: divergence from full
+    prefill, nats per token of the answer, as planned and as the guard predicts it (None: nothing was compared). `planned_s`
+    and `dense_s`: predicted seconds of the plan, and of computing everything.
     """
 
     mode: str
@@ -64,9 +93,14 @@ class PrefillReport:
     misses: tuple[MissReport, ...]
     timings: Timings
     wait_lost_s: float
-    residual: float | None = None
+    predicted_kl: float | None = None
     fallback: str = ""
     slots: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    covered_tokens: int = 0
+    expected_kl: float = 0.0
+    planned_s: float = 0.0
+    dense_s: float = 0.0
+    runs: tuple[RunReport, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

@@ -92,7 +92,9 @@ class AgentStack:
             content_key=content_key,
         )
         self._puller = Puller(driver, store)
-        self.engine = ReuseEngine(runner, finder, self._puller, measured_costs(runner), self._compute, self._peer_name)
+        self.engine = ReuseEngine(
+            runner, finder, self._puller, measured_costs(runner), self._compute, self._peer_name, content_key
+        )
         self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
         self._lock = threading.Lock()
         self._pending: set[concurrent.futures.Future[Any]] = set()

@@ -1,4 +1,4 @@
-"""Measured profiles, one JSON file per model: `{"schema": 1, "model_id": "<32 hex digits>", "head_tokens": …, …}`.
+"""Measured profiles, one JSON file per model: `{"schema": 2, "model_id": "<32 hex digits>", "repairs": …, …}`.
 
 A profile counts only for the exact model (`ModelId`) it was measured on. Without one, reuse is exact only.
 """
@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
 
 from kvcomm_p2p.errors import ModelError
 from kvcomm_p2p.model.spec import Profile
+from kvcomm_p2p.planning.divergence import DivergenceFit
+from kvcomm_p2p.planning.types import Provenance, Repair
 from kvcomm_p2p.protocol.ids import ModelId
 
-SCHEMA = 1
+SCHEMA = 2
 SHIPPED_DIR = Path(__file__).parent / "profiles"
 
 
@@ -37,9 +43,12 @@ def save_profile(model_id: ModelId, profile: Profile, path: Path) -> None:
     document = {
         "schema": SCHEMA,
         "model_id": model_id.hex(),
-        "head_tokens": profile.head_tokens,
         "run_tokens_min": profile.run_tokens_min,
-        "residual_max": profile.residual_max,
+        "repairs": {
+            provenance.name.lower(): [asdict(repair) for repair in repairs]
+            for provenance, repairs in sorted(profile.repairs.items())
+        },
+        "divergence": asdict(profile.divergence),
         "measured": profile.measured,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,12 +68,46 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _profile(document: dict[str, Any], path: Path) -> Profile:
-    fields = {"head_tokens": int, "run_tokens_min": int, "residual_max": float, "measured": str}
     if document.get("schema") != SCHEMA:
-        raise ModelError(f"the profile {path} has schema {document.get('schema')!r}, not {SCHEMA}: measure again")
-    for name, kind in fields.items():
-        value = document.get(name)
-        valid = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        if not valid or (kind is not str and value <= 0):  # type: ignore[operator]
-            raise ModelError(f"the profile {path} has {name} = {value!r}: measure again")
-    return Profile(**{name: kind(document[name]) for name, kind in fields.items()})
+        raise ModelError(
+            f"the profile {path} has schema {document.get('schema')!r}, not {SCHEMA}: delete it and run kvcomm calibrate"
+        )
+    try:
+        return msgspec.convert(document, _Document).profile()
+    except (msgspec.ValidationError, KeyError) as error:
+        raise ModelError(f"the profile {path} cannot be used ({error}): delete it and run kvcomm calibrate") from error
+
+
+class _Repair(msgspec.Struct, forbid_unknown_fields=True):
+    head_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    probe_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)]
+    shift: bool
+    kl: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Divergence(msgspec.Struct, forbid_unknown_fields=True):
+    intercept: float
+    body: Annotated[float, msgspec.Meta(ge=0)]
+    head: Annotated[float, msgspec.Meta(ge=0)]
+    entropy: float
+    spread: Annotated[float, msgspec.Meta(ge=0)]
+    prompts: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Document(msgspec.Struct):
+    """What the JSON holds."""
+
+    run_tokens_min: Annotated[int, msgspec.Meta(ge=1)]
+    repairs: dict[str, list[_Repair]]
+    divergence: _Divergence
+    measured: str
+
+    def profile(self) -> Profile:
+        """Raises KeyError for a provenance that does not exist."""
+        repairs = {
+            Provenance[name.upper()]: tuple(Repair(**msgspec.structs.asdict(each)) for each in options)
+            for name, options in self.repairs.items()
+            if options
+        }
+        divergence = DivergenceFit(**msgspec.structs.asdict(self.divergence))
+        return Profile(self.run_tokens_min, MappingProxyType(repairs), divergence, self.measured)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvcomm_p2p.planning.divergence import DivergenceFit
+from kvcomm_p2p.planning.types import Provenance, Repair
 from kvcomm_p2p.protocol.anchors import KVLayout
 from kvcomm_p2p.protocol.ids import ModelId
 
@@ -31,16 +34,16 @@ class RotaryGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured by `kvcomm_p2p.evaluation.quality` for one ModelId; ships as JSON or is absent (then: exact only).
+    """Measured by `kvcomm calibrate` for one ModelId; ships as JSON or is absent (then: exact only).
 
-    `residual_max`: the guard rejects a reused run when the relative L2 difference between its recomputed head and the
-    aligned KV there (mean over layers >= 1, keys and values) is larger; set from the largest value seen among good
-    runs. `measured` says on what, when and with which result (KL, top-1), for people.
+    `repairs`: per provenance of a copy, the ways to repair a run with the divergence that was measured, cheapest first; a
+    provenance that cannot be repaired is missing. `divergence`: from what a repaired prompt shows to how far it is from full
+    prefill. `measured` says on what, when and with which result, for people.
     """
 
-    head_tokens: int
     run_tokens_min: int
-    residual_max: float
+    repairs: Mapping[Provenance, tuple[Repair, ...]]
+    divergence: DivergenceFit
     measured: str
 
 

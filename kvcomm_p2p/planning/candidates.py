@@ -1,55 +1,116 @@
-"""Equal runs as candidates for reuse: found, cut to where they may be used, weighed against each other."""
+"""Equal runs as candidates for reuse: found, chained over small holes, weighed against each other."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.runs import RunFinder
-from kvcomm_p2p.planning.types import Donor, Run, Span, SpanKind
+from kvcomm_p2p.planning.types import Donor, Provenance, Repair, Run, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX
+
+HEAD_WHY = "head of a reused run"
+HOLE_WHY = "differs from the donor"
+
+GAP_MAX = 32
+"""Most tokens, in the prompt and in the donor, between two equal pieces of one candidate: their context is nearly the same."""
 
 _RUNS_PER_DONOR_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Part of a run that could be reused as one piece: prompt [start, end) from the donor at `donor_start`."""
+    """Equal pieces of one donor that could be reused as one run: ascending in prompt and donor, with small holes between
+    them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before the first."""
 
-    start: int
-    end: int
     donor: Donor
-    donor_start: int
+    pieces: tuple[Run, ...]
+    provenance: Provenance = Provenance.OTHER
+    likeness: float = 0.0
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].prompt_start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].prompt_end
 
     @property
     def tokens(self) -> int:
-        return self.end - self.start
+        """Equal tokens; holes do not count."""
+        return sum(piece.length for piece in self.pieces)
 
-    def clipped(self, start: int, end: int) -> Candidate:
-        """The part inside [start, end); `tokens` <= 0 if there is none."""
-        start, end = max(start, self.start), min(end, self.end)
-        return Candidate(start, end, self.donor, self.donor_start + start - self.start)
+    def clipped(self, start: int, end: int) -> Candidate | None:
+        """The part inside prompt [start, end); None if there is none."""
+        if start <= self.start and self.end <= end:
+            return self
+        pieces = []
+        for piece in self.pieces:
+            low, high = max(start, piece.prompt_start), min(end, piece.prompt_end)
+            if low < high:
+                pieces.append(Run(piece.donor_start + low - piece.prompt_start, low, high - low))
+        return replace(self, pieces=tuple(pieces)) if pieces else None
 
-    def span(self) -> Span:
-        """All of it as a REUSE span."""
-        return Span(self.start, self.end, SpanKind.REUSE, self.donor, self.donor_start)
+    def whole(self) -> list[Span]:
+        """All pieces as REUSE spans, nothing repaired."""
+        return [self._span(piece, SpanKind.REUSE) for piece in self.pieces]
 
-    def preference(self) -> tuple[bool, bool, int, int]:
-        """Among equally valuable ones the smallest first: local, not computed behind nothing, little moved."""
-        bare = self.donor_start == 0 and self.start > 0
-        return not self.donor.local, bare, abs(self.donor_start - self.start), self.start
+    def spans(self, repair: Repair, guard_probes: int, hole_head_tokens: int, run: int = 0) -> list[Span]:
+        """The candidate repaired, from start to end without gaps.
+
+        The head, the first tokens behind a hole and the holes are RECOMPUTE spans; the first two name the donor too, because
+        their KV is pulled and aligned like the rest, for the guard to compare.
+        """
+        left = head_tokens(repair, self.tokens)
+        body = self.tokens - left
+        spans: list[Span] = []
+        for index, piece in enumerate(self.pieces):
+            if spans and spans[-1].end < piece.prompt_start:
+                spans.append(Span(spans[-1].end, piece.prompt_start, SpanKind.RECOMPUTE, why=HOLE_WHY))
+            behind_hole = min(hole_head_tokens, piece.length // 4) if index else 0
+            head = min(piece.length, max(left, behind_hole))
+            left -= min(left, head)
+            if head:
+                first = replace(piece, length=head)
+                spans.append(replace(self._span(first, SpanKind.RECOMPUTE), why=HEAD_WHY, run=run))
+            rest = Run(piece.donor_start + head, piece.prompt_start + head, piece.length - head)
+            if rest.length:
+                # Probes are spread over the body, so every piece gets its share; the first one at least what the guard needs.
+                probes = round(repair.probe_share * rest.length)
+                if guard_probes:
+                    probes = max(probes, -(-guard_probes * rest.length // body))
+                shift = repair.shift and probes > 1
+                span = self._span(rest, SpanKind.REUSE)
+                spans.append(replace(span, probes=min(probes, rest.length // 2), shift=shift, run=run))
+        return spans
+
+    def preference(self) -> tuple[int, float, bool, int, int]:
+        """Among equally valuable ones the smallest first: by provenance, local, little moved."""
+        first = self.pieces[0]
+        moved = abs(first.donor_start - first.prompt_start)
+        return self.provenance, -self.likeness, not self.donor.local, moved, self.start
+
+    def _span(self, piece: Run, kind: SpanKind) -> Span:
+        return Span(piece.prompt_start, piece.prompt_end, kind, self.donor, piece.donor_start)
+
+
+def head_tokens(repair: Repair, tokens: int) -> int:
+    """Length of the head of a run of `tokens` tokens."""
+    return min(repair.head_tokens, tokens // 4)
 
 
 def find_candidates(prompt: TokenIds, donors: Sequence[Donor], length_min: int) -> Iterable[Candidate]:
-    """Equal runs of at least `length_min` tokens with every donor, cut where its hops become (un)publishable."""
+    """Equal runs of at least `length_min` tokens with every donor, those with small holes between them together, cut where
+    hops become (un)publishable."""
     finder = RunFinder(prompt, length_min=length_min)
     for donor in donors:
         for start, end in _stretches(donor):
             runs = finder.find(donor.token_ids[start - donor.start : end - donor.start], start)
-            for run in _thinned(runs):
-                yield Candidate(run.prompt_start, run.prompt_end, donor, run.donor_start)
+            for pieces in _chained(_thinned(runs)):
+                yield Candidate(donor, pieces)
 
 
 def choose(candidates: Sequence[Candidate], worth_s: Callable[[Candidate], float], tokens_min: int) -> list[Candidate]:
@@ -73,6 +134,29 @@ def choose(candidates: Sequence[Candidate], worth_s: Callable[[Candidate], float
                 heapq.heappush(queue, (-worth_s(part), part.preference(), serial, part))
                 serial += 1
     return sorted(chosen, key=lambda candidate: candidate.start)
+
+
+def _chained(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
+    """Runs that follow each other in prompt and donor with at most GAP_MAX tokens between them, together.
+
+    Where two of them overlap (repeated text at a border), the later one is shortened.
+    """
+    pieces: list[Run] = []
+    for run in runs:
+        if pieces:
+            last = pieces[-1]
+            over = max(0, last.prompt_end - run.prompt_start, last.donor_start + last.length - run.donor_start)
+            gaps = (
+                run.prompt_start + over - last.prompt_end,
+                run.donor_start + over - last.donor_start - last.length,
+            )
+            if over < run.length // 2 and max(gaps) <= GAP_MAX:
+                pieces.append(Run(run.donor_start + over, run.prompt_start + over, run.length - over))
+                continue
+            yield tuple(pieces)
+        pieces = [run]
+    if pieces:
+        yield tuple(pieces)
 
 
 def _stretches(donor: Donor) -> list[tuple[int, int]]:
@@ -114,8 +198,7 @@ def _free_parts(candidate: Candidate, chosen: Sequence[Candidate]) -> list[Candi
             if taken.end <= part.start or part.end <= taken.start:
                 cut.append(part)
                 continue
-            cut += [
-                side for side in (part.clipped(0, taken.start), part.clipped(taken.end, part.end)) if side.tokens > 0
-            ]
+            sides = part.clipped(0, taken.start), part.clipped(taken.end, part.end)
+            cut += [side for side in sides if side is not None]
         parts = cut
     return parts

@@ -3,14 +3,15 @@
 Order: exact prefix, then our own continued prefix, then runs from anywhere, then recompute; each only as far as the
 mode and the model's rules allow, and all of it only where the cost model expects to be faster than recomputing.
 
-What stood before a run in its donor's sequence is not compared yet; only, among equals, a copy computed behind nothing
-comes last, and one that moves less comes first.
+What stood before a run in its donor's sequence decides how much of it has to be repaired, and which of several copies is
+taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,30 +19,49 @@ from kvcomm_p2p.planning.candidates import Candidate, choose, find_candidates
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.costs import PullCost, attended, forward_s
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
-from kvcomm_p2p.planning.spans import (
-    blocks_needed,
-    exact_until,
-    hops_at,
-    predicted_s,
-    pull_cost,
-    pulled_bytes,
-    recompute_positions,
-    span_hops,
+from kvcomm_p2p.planning.provenance import context_likeness, kind
+from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
+from kvcomm_p2p.planning.spans import predicted_s, pull_cost, pulled_bytes, span_hops
+from kvcomm_p2p.planning.types import (
+    Costs,
+    Donor,
+    Mode,
+    Plan,
+    Provenance,
+    Rejected,
+    Repair,
+    ReuseRules,
+    RunChoice,
+    Span,
+    SpanKind,
 )
-from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, Rejected, ReuseRules, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 
-__all__ = ["HEAD_WHY", "blocks_needed", "exact_until", "hops_at", "make_plan", "recompute_positions", "span_hops"]
-
-HEAD_WHY = "head of a reused run"
+APPROXIMATE = frozenset({Mode.BALANCED, Mode.FAST})
+KL_TARGET = {Mode.BALANCED: 0.005, Mode.FAST: 0.02}
+"""What a plan aims at, nats per token of the answer."""
+KL_MAX = {Mode.BALANCED: 0.02, Mode.FAST: 0.05}
+"""The budget of a request: what is predicted to cost more, before or after the repair, is recomputed."""
 LAST_WHY = "last token: its logits are needed"
 
 _REPAIRED_WORTH = 0.75
 """What a saved second counts when the run is of once-repaired KV: exact copies are preferred."""
 
-_REPORTED_MIN = 32
+_PROVENANCE_WORTH = 0.8
+_LIKENESS_WORTH = 0.1
+"""What a saved second counts less per class of provenance, and within a class for a context that is not alike at all."""
+
+REPORTED_TOKENS_MIN = 16
 """Shorter equal runs are not worth a word in the report."""
+
+PROVENANCE_TEXTS = {
+    Provenance.SAME: "a copy from the same context",
+    Provenance.NEAR: "a copy from nearly the same context",
+    Provenance.ROLE: "a copy from behind another beginning",
+    Provenance.BARE: "a copy computed behind nothing",
+    Provenance.OTHER: "a copy from behind other text",
+}
 
 
 def make_plan(
@@ -52,16 +72,17 @@ def make_plan(
     costs: Costs,
     *,
     pulls: Mapping[NodeId, PullCost] | None = None,
+    key: bytes = b"no key",
 ) -> Plan:
     """Plan for `prompt_ids` (uint32 [T], T >= 1) with the KV of `donors`.
 
     EXACT spans draw on hops 0 behind tokens equal from position 0; in mode EXACT, or when `rules.approximate` is False,
     nothing else is used. A gap before an EXACT span is recomputed, which keeps it exact; nothing inexact stands before
     one. CONTINUED needs a donor of our own with tokens equal from position 0. A reused run has at least
-    `rules.run_tokens_min` tokens and hops <= HOPS_PUBLISHED_MAX, and begins with a head of min(head_tokens, n // 4)
-    tokens: a RECOMPUTE span (why = HEAD_WHY) that names donor and donor_start too, because its KV is pulled and aligned
-    like the rest, for the guard to compare. `pulls`: cost of pulling from a peer where measured. Raises ValueError for
-    an empty prompt.
+    `rules.run_tokens_min` tokens and hops <= HOPS_PUBLISHED_MAX, and is repaired as `rules` has measured for its
+    provenance (see `Candidate.spans`); of copies of the same content, the one whose context is most like the prompt's is
+    taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the content key,
+    under which peers' contexts are sketched. Raises ValueError for an empty prompt.
     """
     prompt = np.asarray(prompt_ids, np.uint32)
     if not len(prompt):
@@ -70,14 +91,26 @@ def make_plan(
     dense_s = predicted_s([dense], costs, {})
     if mode is Mode.DENSE:
         return Plan(len(prompt), mode, (replace(dense, why="dense mode"),), (), dense_s, dense_s)
-    planner = _Planner(prompt, donors, mode, rules, costs, pulls or {})
-    spans, planned_s, rejected = min(map(planner.behind, planner.prefixes()), key=lambda option: option[1])
-    if planned_s >= dense_s:
-        used = _whole_runs(spans)
-        rejected += [_rejected(span, MissReason.COST, "recomputing everything is faster") for span in used]
+    planner = _Planner(prompt, donors, mode, rules, costs, pulls or {}, key)
+    best = min(map(planner.behind, planner.prefixes()), key=lambda option: option.planned_s)
+    if best.planned_s >= dense_s:
+        used = _donated(best)
+        rejected = best.rejected + [
+            _rejected(start, end, donor, MissReason.COST, "recomputing everything is faster") for start, end, donor in used
+        ]
         why = "recomputing everything is faster" if used else dense.why
-        spans, planned_s = (replace(dense, why=why),), dense_s
-    return Plan(len(prompt), mode, spans, _told(rejected, spans), dense_s, planned_s)
+        best = _Option((replace(dense, why=why),), dense_s, rejected, ())
+    told = _told(best.rejected, best.spans)
+    return Plan(len(prompt), mode, best.spans, told, dense_s, best.planned_s, best.runs, planner.covered())
+
+
+class _Option(NamedTuple):
+    """One way to fill the prompt."""
+
+    spans: tuple[Span, ...]
+    planned_s: float
+    rejected: list[Rejected]
+    runs: tuple[RunChoice, ...]
 
 
 class _Planner:
@@ -91,12 +124,12 @@ class _Planner:
         rules: ReuseRules,
         costs: Costs,
         pulls: Mapping[NodeId, PullCost],
+        key: bytes,
     ) -> None:
         self._prompt, self._donors, self._mode, self._rules = prompt, donors, mode, rules
         self._costs, self._pulls = costs, pulls
-        self._approximate = mode is Mode.BALANCED and rules.approximate
-        self._reported_min = min(_REPORTED_MIN, rules.run_tokens_min)
-        self._found = list(find_candidates(prompt, donors, self._reported_min))
+        self._approximate = mode in APPROXIMATE and rules.approximate
+        self._found = [self._placed(each, key) for each in find_candidates(prompt, donors, REPORTED_TOKENS_MIN)]
         self._exact = exact_prefix(prompt[:-1], donors)
 
     def prefixes(self) -> list[list[PrefixPiece]]:
@@ -108,8 +141,8 @@ class _Planner:
                 options.append(pieces[:i])
         return [option for i, option in enumerate(options) if option not in options[:i]]
 
-    def behind(self, exact: list[PrefixPiece]) -> tuple[tuple[Span, ...], float, list[Rejected]]:
-        """The best spans with this exact prefix, their predicted seconds, and what they leave unused."""
+    def behind(self, exact: list[PrefixPiece]) -> _Option:
+        """The best spans with this exact prefix, and what they leave unused."""
         pieces = list(exact)
         done = pieces[-1].end if pieces else 0
         if self._approximate:
@@ -118,49 +151,99 @@ class _Planner:
         fixed = [piece.span() for piece in pieces]
         candidates, rejected = self._usable(done)
         chosen = self._pruned(fixed, choose(candidates, self._worth_s, self._rules.run_tokens_min))
-        spans = self._spans(fixed, chosen)
+        repairs = choose_repairs(chosen, self._rules, self._costs, len(self._prompt))
+        spans = self._spans(fixed, chosen, repairs)
         unpaid = [piece.span() for piece in self._exact if piece not in exact]
         # What would have been exact is not worth a second reason.
         rejected = [r for r in rejected if not any(span.start <= r.start and r.end <= span.end for span in unpaid)]
         touched = [(span.start, span.end) for span in spans if span.donor is not None]
+        unused = [*((s.start, s.end, s.donor) for s in unpaid), *((run.start, run.end, run.donor) for run in candidates)]
         rejected += [
-            _rejected(span, MissReason.COST, "recomputing is faster")
-            for span in (*unpaid, *(run.span() for run in candidates))
-            if not any(start < span.end and span.start < end for start, end in touched)
+            _rejected(start, end, donor, MissReason.COST, "recomputing is faster")
+            for start, end, donor in unused
+            if not any(low < end and start < high for low, high in touched)
         ]
-        return spans, predicted_s(spans, self._costs, self._pulls), rejected
+        runs = tuple(self._choice(run, repair) for run, repair in zip(chosen, repairs, strict=True))
+        return _Option(spans, predicted_s(spans, self._costs, self._pulls), rejected, runs)
+
+    def covered(self) -> int:
+        """Prompt tokens in any equal piece of any donor."""
+        inside = np.zeros(len(self._prompt), dtype=bool)
+        for run in self._found:
+            for piece in run.pieces:
+                inside[piece.prompt_start : piece.prompt_end] = True
+        for exact in self._exact:
+            inside[exact.start : exact.end] = True
+        return int(inside.sum())
+
+    def _placed(self, run: Candidate, key: bytes) -> Candidate:
+        """With the provenance of its copy."""
+        first = run.pieces[0]
+        context = context_likeness(self._prompt, first.prompt_start, run.donor, first.donor_start, key)
+        return replace(run, provenance=kind(context), likeness=context.likeness)
 
     def _usable(self, done: int) -> tuple[list[Candidate], list[Rejected]]:
         """Candidates clipped to [done, T - 1): those that may be reused, and the others with the reason."""
         usable: list[Candidate] = []
         rejected: list[Rejected] = []
-        for run in self._found:
-            run = run.clipped(done, len(self._prompt) - 1)
-            if run.tokens < self._reported_min:
+        for found in self._found:
+            run = found.clipped(done, len(self._prompt) - 1)
+            if run is None or run.tokens < REPORTED_TOKENS_MIN:
                 continue
-            span = run.span()
-            if run.tokens < self._rules.run_tokens_min:
-                detail = f"{run.tokens} equal tokens, fewer than {self._rules.run_tokens_min}"
-                rejected.append(_rejected(span, MissReason.TOO_SHORT, detail))
-            elif not self._approximate:
-                detail = "the mode is exact" if self._mode is Mode.EXACT else self._rules.reason
-                rejected.append(_rejected(span, MissReason.EXACT_ONLY, detail))
-            elif span_hops(span) > HOPS_PUBLISHED_MAX:
-                detail = f"the copy has {span_hops(span)} repairs behind it"
-                rejected.append(_rejected(span, MissReason.EXACT_ONLY, detail))
-            else:
+            refusal = self._refusal(run)
+            if refusal is None:
                 usable.append(run)
+            else:
+                rejected.append(_rejected(run.start, run.end, run.donor, *refusal))
         return usable, rejected
 
+    def _refusal(self, run: Candidate) -> tuple[MissReason, str] | None:
+        """Why a run may not be reused."""
+        rules = self._rules
+        hops = max(span_hops(span) for span in run.whole())
+        if run.tokens < rules.run_tokens_min:
+            return MissReason.TOO_SHORT, f"{run.tokens} equal tokens, fewer than {rules.run_tokens_min}"
+        if not self._approximate:
+            return MissReason.EXACT_ONLY, "the mode is exact" if self._mode is Mode.EXACT else rules.reason
+        if hops > HOPS_PUBLISHED_MAX:
+            return MissReason.EXACT_ONLY, f"the copy has {hops} repairs behind it"
+        if not rules.repairs.get(run.provenance):
+            return MissReason.DIVERGENCE, f"no repair was measured for {PROVENANCE_TEXTS[run.provenance]}"
+        if not allowed_repairs(run, rules, len(self._prompt)):
+            least = min(expected_kl(run, each, len(self._prompt)) for each in rules.repairs[run.provenance])
+            detail = f"{PROVENANCE_TEXTS[run.provenance]}: {least:.3f} nats/token expected, {rules.kl_max:.3f} allowed"
+            return MissReason.DIVERGENCE, detail
+        return None
+
     def _worth_s(self, run: Candidate) -> float:
-        """Seconds that reusing a run saves; latencies and second forwards, which runs share, are left to `_pruned`."""
-        span, costs = run.span(), self._costs
-        reused = run.tokens - self._head(run.tokens)
-        saved = forward_s(costs, reused, attended(reused, run.end - reused)) - costs.forward_s
+        """Seconds that reusing a run saves, less for copies from other contexts; latencies and second forwards, which runs
+        share, are left to `_pruned`."""
+        allowed = allowed_repairs(run, self._rules, len(self._prompt))
+        if not allowed:
+            return 0.0
+        target = self._rules.kl_target
+        repair = next((r for r in allowed if expected_kl(run, r, len(self._prompt)) <= target), allowed[-1])
+        saved = self._saved_s(run, repair)
+        if saved <= 0:
+            return saved
+        worth = _PROVENANCE_WORTH**run.provenance * (1 - _LIKENESS_WORTH * (1 - run.likeness))
+        repaired = any(span_hops(span) > 0 for span in run.whole())
+        return saved * worth * (_REPAIRED_WORTH if repaired else 1.0)
+
+    def _saved_s(self, run: Candidate, repair: Repair) -> float:
+        """Predicted seconds that a repaired run saves against recomputing it."""
+        costs = self._costs
+        saved = forward_s(costs, run.tokens, attended(run.tokens, run.start)) - costs.forward_s
+        saved -= repair_s(run, repair, self._rules, costs)
         saved -= run.tokens * costs.token_bytes / costs.align_bytes_per_s
-        for holder, kv_bytes in pulled_bytes([span], costs.token_bytes).items():
+        for holder, kv_bytes in pulled_bytes(run.whole(), costs.token_bytes).items():
             saved -= kv_bytes / pull_cost(costs, self._pulls, holder).bytes_per_s
-        return saved * _REPAIRED_WORTH if saved > 0 and span_hops(span) > 0 else saved
+        return saved
+
+    def _choice(self, run: Candidate, repair: Repair) -> RunChoice:
+        kl = expected_kl(run, repair, len(self._prompt))
+        saved_s = self._saved_s(run, repair)
+        return RunChoice(run.start, run.end, run.donor, run.provenance, run.likeness, repair, kl, saved_s)
 
     def _pruned(self, fixed: list[Span], chosen: list[Candidate]) -> list[Candidate]:
         """Without the runs whose absence makes the whole plan faster: one, or all of a holder.
@@ -176,18 +259,21 @@ class _Planner:
             if sum(map(self._worth_s, group)) > latency + self._costs.forward_s:
                 continue
             if best_s is None:
-                best_s = predicted_s(self._spans(fixed, chosen), self._costs, self._pulls)
+                best_s = self._predicted_s(fixed, chosen)
             fewer = [run for run in chosen if run not in group]
-            fewer_s = predicted_s(self._spans(fixed, fewer), self._costs, self._pulls)
+            fewer_s = self._predicted_s(fixed, fewer)
             if fewer_s <= best_s:
                 chosen, best_s = fewer, fewer_s
         return chosen
 
-    def _head(self, tokens: int) -> int:
-        return min(self._rules.head_tokens, tokens // 4)
+    def _predicted_s(self, fixed: Sequence[Span], chosen: Sequence[Candidate]) -> float:
+        repairs = choose_repairs(chosen, self._rules, self._costs, len(self._prompt))
+        return predicted_s(self._spans(fixed, chosen, repairs), self._costs, self._pulls)
 
-    def _spans(self, fixed: Sequence[Span], chosen: Sequence[Candidate]) -> tuple[Span, ...]:
-        """Prefix, runs with their heads, and recompute in between and at the end."""
+    def _spans(
+        self, fixed: Sequence[Span], chosen: Sequence[Candidate], repairs: Sequence[Repair]
+    ) -> tuple[Span, ...]:
+        """Prefix, repaired runs, and recompute in between and at the end."""
         spans: list[Span] = []
         at = 0
 
@@ -200,30 +286,18 @@ class _Planner:
             recompute_until(span.start)
             spans.append(span)
             at = span.end
-        for run in chosen:
+        for number, (run, repair) in enumerate(zip(chosen, repairs, strict=True), start=1):
             recompute_until(run.start)
-            split = run.start + self._head(run.tokens)
-            if split > run.start:
-                head = run.clipped(run.start, split).span()
-                spans.append(replace(head, kind=SpanKind.RECOMPUTE, why=HEAD_WHY))
-            spans.append(run.clipped(split, run.end).span())
+            spans += run.spans(repair, self._rules.guard_probes, self._rules.hole_head_tokens, number)
             at = run.end
         recompute_until(len(self._prompt))
         return tuple(spans)
 
 
-def _whole_runs(spans: Sequence[Span]) -> list[Span]:
-    """Spans with a donor; a head joined with the run that it begins."""
-    joined: list[Span] = []
-    for span in spans:
-        if span.donor is None:
-            continue
-        if joined and joined[-1].why == HEAD_WHY and joined[-1].end == span.start:
-            span = replace(span, start=joined[-1].start, donor_start=joined[-1].donor_start)
-            joined[-1] = span
-        else:
-            joined.append(span)
-    return joined
+def _donated(option: _Option) -> list[tuple[int, int, Donor]]:
+    """Everything that would come from a donor, whole runs as one."""
+    fixed = [(s.start, s.end, s.donor) for s in option.spans if s.donor is not None and s.run == 0]
+    return [*fixed, *((run.start, run.end, run.donor) for run in option.runs)]
 
 
 def _told(rejected: Sequence[Rejected], spans: Sequence[Span]) -> tuple[Rejected, ...]:
@@ -240,7 +314,5 @@ def _told(rejected: Sequence[Rejected], spans: Sequence[Span]) -> tuple[Rejected
     return tuple(sorted(first.values(), key=lambda item: (item.start, item.end)))
 
 
-def _rejected(span: Span, reason: MissReason, detail: str) -> Rejected:
-    if span.donor is None:
-        raise ValueError("only a donor's span can be rejected")
-    return Rejected(span.start, span.end, span.donor.holder, Miss(reason, detail))
+def _rejected(start: int, end: int, donor: Donor, reason: MissReason, detail: str) -> Rejected:
+    return Rejected(start, end, donor.holder, Miss(reason, detail))

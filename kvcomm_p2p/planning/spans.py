@@ -50,8 +50,14 @@ def exact_until(plan: Plan) -> int:
 
 
 def recompute_positions(plan: Plan) -> npt.NDArray[np.int64]:
-    """Prompt positions to compute through all layers, ascending: int64 [R]. Holds plan.tokens - 1 always."""
-    return np.concatenate([np.arange(s.start, s.end) for s in plan.spans if s.kind is SpanKind.RECOMPUTE])
+    """Prompt positions to compute through all layers, ascending: int64 [R], probes included. Holds plan.tokens - 1 always."""
+    parts = [np.arange(s.start, s.end) if s.kind is SpanKind.RECOMPUTE else probe_positions(s) for s in plan.spans]
+    return np.concatenate(parts)
+
+
+def probe_positions(span: Span) -> npt.NDArray[np.int64]:
+    """Prompt positions of a span's probes, ascending, evenly spaced: int64 [probes]."""
+    return span.start + (2 * np.arange(span.probes) + 1) * span.tokens // (2 * max(1, span.probes))
 
 
 def blocks_needed(span: Span) -> list[tuple[AnchorMeta, int]]:
@@ -104,6 +110,7 @@ def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, Pull
             (rest if behind else ahead)[:] += span.tokens, attended(span.tokens, span.start)
         elif span.donor is not None:
             behind = behind or span.kind is SpanKind.REUSE or not span.donor.local
+            rest += span.probes, span.probes * (span.start + span.end) / 2
     wait = pull_wait_s(spans, costs, pulls)
     if wait <= LEAD_WAIT_FORWARDS * costs.forward_s:
         return max(wait, align_s(costs, copied)) + _forward_s(costs, ahead + rest)

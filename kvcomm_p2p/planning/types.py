@@ -179,6 +179,8 @@ class Plan:
     """Predicted seconds for this plan."""
     runs: tuple[RunChoice, ...] = ()
     """What was chosen for each reused run: `spans` with `run` = i + 1 belong to runs[i]."""
+    covered: int = 0
+    """Prompt tokens that stand in any equal run of any donor, used or not."""
 
     @property
     def kl(self) -> float:

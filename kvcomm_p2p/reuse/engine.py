@@ -14,25 +14,35 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
-from kvcomm_p2p.planning.plan import make_plan
+from kvcomm_p2p.planning.plan import APPROXIMATE, KL_MAX, KL_TARGET, make_plan
 from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
-from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, Span, SpanKind
+from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import PrefillReport, Timings
 from kvcomm_p2p.reuse.align import Aligner
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
-from kvcomm_p2p.reuse.guard import keep_head, residual
+from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
-from kvcomm_p2p.reuse.replan import dense_plan, without_blocks
+from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
+from kvcomm_p2p.reuse.shifting import probe_shift
+
+GUARD_PROBES = 6
+"""Tokens recomputed inside every reused run, besides its head, for the guard: what they show is what is left of the error."""
+
+WIDEN_KL_FACTOR = 3.0
+"""A predicted divergence up to this many times the budget is answered by longer heads; a larger one by dense prefill."""
+
+WIDEN_HEAD_FACTOR = 4
 
 T = TypeVar("T")
 
@@ -50,12 +60,21 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
+class _Repaired:
+    """After a forward over a plan's recompute positions: next-token logits [V], the divergence that the guard predicts (None:
+    nothing was reused, or nothing is known of this model), and the mean deviation per run number."""
+
+    logits: torch.Tensor
+    predicted_kl: float | None
+    deviations: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class _Outcome:
     """What the compute thread brought about."""
 
-    logits: torch.Tensor
+    repaired: _Repaired
     plan: Plan
-    residual: float | None
     fallback: str
     recompute_s: float
 
@@ -71,6 +90,7 @@ class ReuseEngine:
         costs: CostTracker,
         compute: Executor,
         peer_name: Callable[[bytes], str],
+        content_key: bytes,
     ) -> None:
         self._runner = runner
         self._finder = finder
@@ -78,20 +98,27 @@ class ReuseEngine:
         self._costs = costs
         self._compute = compute
         self._peer_name = peer_name
+        self._content_key = content_key
 
-    def rules(self, exact_only: str = "") -> ReuseRules:
+    def rules(self, mode: Mode, exact_only: str = "") -> ReuseRules:
         """What may be approximated: nothing when `exact_only` gives a reason, or without a measured profile."""
         spec = self._runner.spec
         reason = exact_only or spec.exact_only_reason
         if not reason and spec.profile is None:
-            reason = f"no measured profile for {spec.name}: only exact prefixes are reused"
-        if reason or spec.profile is None:
+            reason = (
+                f"no measured profile for {spec.name}: only exact prefixes are reused (kvcomm calibrate {spec.name} "
+                "measures one)"
+            )
+        if reason or spec.profile is None or mode not in APPROXIMATE:
             return ReuseRules(approximate=False, reason=reason)
         return ReuseRules(
             approximate=True,
             reason="",
-            head_tokens=spec.profile.head_tokens,
             run_tokens_min=spec.profile.run_tokens_min,
+            repairs=spec.profile.repairs,
+            kl_target=KL_TARGET[mode],
+            kl_max=KL_MAX[mode],
+            guard_probes=GUARD_PROBES,
         )
 
     async def fill(
@@ -123,21 +150,23 @@ class ReuseEngine:
         found = await self._finder.find(prompt.token_ids)
         report.found(found)
         planning = time.perf_counter()
+        rules = self.rules(mode, exact_only)
         plan = await self._run(
             partial(
                 make_plan,
                 prompt.token_ids,
                 found.donors,
                 mode,
-                self.rules(exact_only),
+                rules,
                 self._costs.costs,
                 pulls=self._costs.pulls,
+                key=self._content_key,
             )
         )
         report.planned(plan, time.perf_counter() - planning)
         if not donor_spans(plan):
             return await self._dense(prompt, cache, plan, report, cancelled)
-        return await self._reuse(prompt, cache, plan, found, report, cancelled)
+        return await self._reuse(prompt, cache, plan, rules, found, report, cancelled)
 
     async def _dense(
         self,
@@ -165,6 +194,7 @@ class ReuseEngine:
         prompt: PreparedPrompt,
         cache: KVCache,
         plan: Plan,
+        rules: ReuseRules,
         found: FoundDonors,
         report: ReportBuilder,
         cancelled: Callable[[], bool] | None,
@@ -196,9 +226,8 @@ class ReuseEngine:
             failed.update(await self._run(partial(layer0_mismatches, self._runner, sound)))
             self._blame(failed, found)
             report.pulled(pulled, failed)
-            rules = self.rules()
-            usable = without_blocks(plan, failed, rules.head_tokens, rules.run_tokens_min)
-            outcome = await self._run(partial(self._complete, prompt, cache, usable, lead, cancelled))
+            usable = without_blocks(plan, failed, rules)
+            outcome = await self._run(partial(self._complete, prompt, cache, usable, rules, lead, cancelled))
         except BaseException:
             pull.cancel()
             pull.add_done_callback(self._abandoned)
@@ -209,8 +238,11 @@ class ReuseEngine:
         self._observe_pull(pulled, plan)
         self._costs.saw_align(aligner.kv_bytes, aligner.seconds)
         timings = Timings(pull_s=pulled.seconds, align_s=aligner.seconds, recompute_s=outcome.recompute_s)
-        report.guarded(outcome.residual, outcome.fallback)
-        return Filled(cache, outcome.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
+        if outcome.fallback:
+            self._distrust(usable)
+        repaired = outcome.repaired
+        report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback)
+        return Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
 
     def _extend(self, prompt: PreparedPrompt, cache: KVCache, exact: int, lead: int) -> None:
         """Compute rows [exact, lead) behind what the own pool gave."""
@@ -222,45 +254,61 @@ class ReuseEngine:
         prompt: PreparedPrompt,
         cache: KVCache,
         plan: Plan,
+        rules: ReuseRules,
         lead: int,
         cancelled: Callable[[], bool] | None,
     ) -> _Outcome:
         """Repair and guard an aligned slab; in a compute thread. Rows [0, lead) are computed already."""
-        spec = self._runner.spec
         ids = prompt.token_ids.astype(np.int64)
         started = time.perf_counter()
-        heads = [
-            keep_head(cache, span.start, span.end)
-            for span in donor_spans(plan)
-            if span.kind is SpanKind.RECOMPUTE and span.end > lead
-        ]
-        positions = recompute_positions(plan)
-        logits = self._recompute(ids, positions[positions >= lead], cache, cancelled)
-        measured = residual(cache, heads)
-        fallback = ""
-        if measured is not None and spec.profile is not None and not measured <= spec.profile.residual_max:
+        repaired = self._repair(ids, cache, plan, lead, cancelled)
+        predicted, fallback = repaired.predicted_kl, ""
+        if predicted is not None and rules.kl_max < predicted <= WIDEN_KL_FACTOR * rules.kl_max:
+            plan = widened(plan, WIDEN_HEAD_FACTOR, rules)
+            # Rows of earlier heads are right already: what stands before the first longer head does not change.
+            since = min(span.start for span in plan.spans if span.run)
+            repaired = self._repair(ids, cache, plan, max(lead, since), cancelled)
+            predicted = repaired.predicted_kl
+        if predicted is not None and not predicted <= rules.kl_max:
             fallback = (
-                f"the recomputed head differs from the reused KV by {measured:.3f}, "
-                f"more than the {spec.profile.residual_max:.3f} measured as safe"
+                f"{predicted:.3g} nats/token predicted from what was recomputed, more than the {rules.kl_max:.3g} allowed"
             )
-            plan, exact = _only_exact(plan, fallback)
+            plan, exact = only_exact(plan, fallback)
             cache.truncate(exact)
             logits = self._runner.prefill(ids[exact:], cache, exact, cancelled=cancelled)
-        return _Outcome(logits, plan, measured, fallback, time.perf_counter() - started)
+            repaired = replace(repaired, logits=logits)
+        return _Outcome(repaired, plan, fallback, time.perf_counter() - started)
 
-    def _recompute(
-        self, ids: np.ndarray, positions: np.ndarray, cache: KVCache, cancelled: Callable[[], bool] | None
-    ) -> torch.Tensor:
-        """One forward over `positions`; as an ordinary continuation when they are the end of the prompt."""
+    def _repair(
+        self,
+        ids: npt.NDArray[np.int64],
+        cache: KVCache,
+        plan: Plan,
+        since: int,
+        cancelled: Callable[[], bool] | None,
+    ) -> _Repaired:
+        """One forward over what the plan recomputes from `since` on, watched and shifted; as an ordinary continuation when
+        that is the end of the prompt."""
+        spec = self._runner.spec
+        positions = recompute_positions(plan)
+        positions = positions[positions >= since]
         first = int(positions[0])
         self._runner.spent_s()
         if len(positions) == len(ids) - first:
             cache.length = first
             logits = self._runner.prefill(ids[first:], cache, first, cancelled=cancelled)
-        else:
-            logits = self._runner.recompute(ids, positions, cache)
+            self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
+            return _Repaired(logits, None, {})
+        shift = probe_shift(plan, spec.rotary)
+        watch = RepairWatch(plan, since, spec.layout.layers, shift)
+        logits = self._runner.recompute(ids, positions, cache, repair=watch)
         self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
-        return logits
+        deviations = watch.deviations()
+        mean = {rows.run: float(deviation.mean()) for rows, deviation in deviations}
+        if spec.profile is None or not deviations:
+            return _Repaired(logits, None, mean)
+        shown = symptoms(plan, deviations, {} if shift is None else shift.residuals(), logits)
+        return _Repaired(logits, spec.profile.divergence.kl(shown), mean)
 
     def _abandoned(self, pull: asyncio.Task[Pulled]) -> None:
         """A fill ended early: let go of what its pull brought (one that is cancelled itself lets go by itself)."""
@@ -275,6 +323,12 @@ class ReuseEngine:
             if anchor_id in wrong:
                 self._finder.forget(holder, anchor_id)
 
+    def _distrust(self, plan: Plan) -> None:
+        """The guard rejected what these runs were filled with: their donors are not asked again for a while."""
+        for run in plan.runs:
+            for anchor in run.donor.anchors:
+                self._finder.distrust(run.donor.holder, anchor.anchor_id)
+
     def _observe_pull(self, pulled: Pulled, plan: Plan) -> None:
         holders = {s.donor.holder for s in donor_spans(plan) if s.donor is not None and not s.donor.local}
         if len(holders) == 1 and not pulled.failed:
@@ -282,15 +336,3 @@ class ReuseEngine:
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
-
-
-def _only_exact(plan: Plan, why: str) -> tuple[Plan, int]:
-    """The plan with everything behind its exact prefix recomputed, and the length of that prefix."""
-    kept: list[Span] = []
-    for span in plan.spans:
-        if span.kind is not SpanKind.EXACT:
-            break
-        kept.append(span)
-    exact = kept[-1].end if kept else 0
-    rest = Span(exact, plan.tokens, SpanKind.RECOMPUTE, why=why)
-    return replace(plan, spans=(*kept, rest)), exact

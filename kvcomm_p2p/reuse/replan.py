@@ -1,12 +1,14 @@
-"""Change a plan after the fact: blocks that did not come, or nothing reused at all."""
+"""Change a plan after the fact: blocks that did not come, runs that need more repair, or nothing reused at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
+from kvcomm_p2p.planning.candidates import Candidate
 from kvcomm_p2p.planning.spans import blocks_needed
-from kvcomm_p2p.planning.types import Mode, Plan, Span, SpanKind
+from kvcomm_p2p.planning.types import Mode, Plan, Repair, ReuseRules, Run, RunChoice, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey, Miss
 
 
@@ -16,56 +18,98 @@ def dense_plan(tokens: int, mode: Mode, why: str = "") -> Plan:
     return Plan(tokens, mode, (span,), (), dense_s=0.0, planned_s=0.0)
 
 
-def without_blocks(plan: Plan, failed: Mapping[BlockKey, Miss], head_tokens: int, run_tokens_min: int) -> Plan:
+def only_exact(plan: Plan, why: str) -> tuple[Plan, int]:
+    """The plan with everything behind its exact prefix recomputed, and the length of that prefix."""
+    kept: list[Span] = []
+    for span in plan.spans:
+        if span.kind is not SpanKind.EXACT:
+            break
+        kept.append(span)
+    exact = kept[-1].end if kept else 0
+    rest = Span(exact, plan.tokens, SpanKind.RECOMPUTE, why=why)
+    return replace(plan, spans=(*kept, rest), runs=()), exact
+
+
+def without_blocks(plan: Plan, failed: Mapping[BlockKey, Miss], rules: ReuseRules) -> Plan:
     """The same plan with the tokens of missing blocks recomputed.
 
-    What remains of a run keeps its donor: the hole is computed in the same forward, attending to everything before it. Behind a
-    hole a run begins anew, with a head that the guard can compare, or is recomputed if it is shorter than `run_tokens_min`. An
-    exact span stays exact on both sides of the hole, since recomputing gives what full prefill gives.
+    What remains of a run keeps its donor: the hole is computed in the same forward, attending to everything before it, so what
+    follows it is no worse than before. It keeps a head and probes for the guard, or is recomputed if fewer than
+    `rules.run_tokens_min` tokens are left. An exact span stays exact on both sides of the hole, since recomputing gives
+    what full prefill gives.
     """
     if not failed:
         return plan
-    pieces = [piece for span in plan.spans for piece in _pieces(span, failed)]
-    return replace(plan, spans=tuple(_guarded(pieces, head_tokens, run_tokens_min)))
+    return _rebuilt(plan, lambda run: run.repair, rules, failed)
 
 
-def _guarded(pieces: Sequence[Span], head_tokens: int, run_tokens_min: int) -> Iterator[Span]:
-    """Give every stretch of reused pieces that does not follow its head one of its own."""
-    headed: Span | None = None
-    at = 0
-    while at < len(pieces):
-        piece = pieces[at]
-        at += 1
-        if piece.kind is not SpanKind.REUSE or (headed is not None and _follows(headed, piece)):
-            yield piece
-            headed = piece if piece.donor is not None else None
+def widened(plan: Plan, factor: int, rules: ReuseRules) -> Plan:
+    """The same plan with `factor` times as long heads."""
+    if factor < 1:
+        raise ValueError("a plan cannot be widened by less than 1")
+    return _rebuilt(plan, lambda run: replace(run.repair, head_tokens=run.repair.head_tokens * factor), rules, {})
+
+
+def _rebuilt(
+    plan: Plan, repair_of: Callable[[RunChoice], Repair], rules: ReuseRules, failed: Mapping[BlockKey, Miss]
+) -> Plan:
+    spans: list[Span] = []
+    runs = []
+    for number, group in groupby(_joined_runs(plan.spans), key=lambda span: span.run):
+        members = list(group)
+        if not number:
+            for span in members:
+                spans += _pieces(span, failed)
             continue
-        whole = piece
-        while at < len(pieces) and pieces[at].kind is SpanKind.REUSE and _follows(whole, pieces[at]):
-            whole = replace(whole, end=pieces[at].end)
-            at += 1
-        if whole.tokens < run_tokens_min:
-            yield Span(
-                whole.start, whole.end, SpanKind.RECOMPUTE, why="too little is left of a run with missing blocks"
-            )
-            headed = None
-            continue
-        head = min(head_tokens, whole.tokens // 4)
-        yield replace(whole, end=whole.start + head, kind=SpanKind.RECOMPUTE, why="head of what is left of a run")
-        yield replace(whole, start=whole.start + head, donor_start=whole.donor_start + head)
-        headed = whole
+        choice = plan.runs[number - 1]
+        repair = repair_of(choice)
+        rebuilt = _repaired(members, failed, repair, rules, len(runs) + 1)
+        if any(span.run for span in rebuilt):
+            runs.append(replace(choice, repair=repair))
+        spans += rebuilt
+    return replace(plan, spans=tuple(spans), runs=tuple(runs))
 
 
-def _follows(before: Span, piece: Span) -> bool:
-    return (
-        before.donor is piece.donor
-        and before.end == piece.start
-        and before.donor_start + before.tokens == piece.donor_start
-    )
+def _joined_runs(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans with the holes of a run numbered like the run."""
+    numbers = {span.run for span in spans} - {0}
+    first = {number: min(s.start for s in spans if s.run == number) for number in sorted(numbers)}
+    last = {number: max(s.end for s in spans if s.run == number) for number in sorted(numbers)}
+    for span in spans:
+        inside = [n for n in first if first[n] <= span.start and span.end <= last[n]]
+        yield replace(span, run=inside[0]) if inside and not span.run else span
+
+
+def _repaired(
+    members: Sequence[Span], failed: Mapping[BlockKey, Miss], repair: Repair, rules: ReuseRules, number: int
+) -> list[Span]:
+    """What is left of one run, repaired again; recomputed if it is too little."""
+    whys: list[Span] = []
+    pieces: list[Run] = []
+    donor = next(span.donor for span in members if span.donor is not None)
+    for span in members:
+        for piece in _pieces(span, failed):
+            if piece.donor is None:
+                whys.append(replace(piece, run=0))
+            elif pieces and _follows(pieces[-1], piece):
+                pieces[-1] = replace(pieces[-1], length=pieces[-1].length + piece.tokens)
+            else:
+                pieces.append(Run(piece.donor_start, piece.start, piece.tokens))
+    start, end = members[0].start, members[-1].end
+    if sum(piece.length for piece in pieces) < rules.run_tokens_min:
+        return [Span(start, end, SpanKind.RECOMPUTE, why="too little is left of a run with missing blocks")]
+    built = Candidate(donor, tuple(pieces)).spans(repair, rules.guard_probes, rules.hole_head_tokens, number)
+    # Holes are told with their own reasons; so is what is missing before the first piece and behind the last.
+    kept = [span for span in built if span.donor is not None]
+    return sorted([*kept, *whys], key=lambda span: span.start)
+
+
+def _follows(run: Run, piece: Span) -> bool:
+    return run.prompt_end == piece.start and run.donor_start + run.length == piece.donor_start
 
 
 def _pieces(span: Span, failed: Mapping[BlockKey, Miss]) -> Iterator[Span]:
-    if span.donor is None:
+    if span.donor is None or not failed:
         yield span
         return
     for anchor, index in blocks_needed(span):

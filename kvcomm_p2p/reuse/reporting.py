@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvcomm_p2p.planning.types import Mode, Plan, Span, SpanKind
+from kvcomm_p2p.planning.types import Mode, Plan, RunChoice, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
-from kvcomm_p2p.report import MissReport, PrefillReport, SpanReport, Timings
+from kvcomm_p2p.report import MissReport, PrefillReport, RunReport, SpanReport, Timings
 from kvcomm_p2p.reuse.donors import FoundDonors
 from kvcomm_p2p.reuse.pulling import Pulled
 
@@ -25,8 +25,10 @@ class ReportBuilder:
         self._misses: list[MissReport] = []
         self._find_s = self._plan_s = self._wait_lost_s = 0.0
         self._pulled = Pulled()
-        self._residual: float | None = None
+        self._predicted_kl: float | None = None
+        self._deviations: Mapping[int, float] = {}
         self._fallback = ""
+        self._plan: Plan | None = None
 
     def found(self, found: FoundDonors) -> None:
         """The search is over."""
@@ -39,6 +41,7 @@ class ReportBuilder:
     def planned(self, plan: Plan, seconds: float) -> None:
         """The plan is made."""
         self._plan_s = seconds
+        self._plan = plan
         for rejected in plan.rejected:
             what = f"tokens {rejected.start}-{rejected.end} from {self._peer_name(rejected.holder)}"
             self._misses.append(MissReport(what, rejected.miss.reason.value, rejected.miss.detail))
@@ -55,9 +58,10 @@ class ReportBuilder:
             what = f"{count} block{'s' if count > 1 else ''} of anchor {anchor_id[:4].hex()}"
             self._misses.append(MissReport(what, reason, miss.detail))
 
-    def guarded(self, residual: float | None, fallback: str) -> None:
-        """The guard has spoken."""
-        self._residual = residual
+    def guarded(self, predicted_kl: float | None, deviations: Mapping[int, float], fallback: str) -> None:
+        """The guard has spoken. `deviations`: run number -> mean over its compared tokens."""
+        self._predicted_kl = predicted_kl
+        self._deviations = deviations
         self._fallback = fallback
         if fallback:
             self._misses.append(MissReport("reused runs", "residual", fallback))
@@ -66,7 +70,9 @@ class ReportBuilder:
         """The report of the plan that was carried out; `timings` gives pull, align and recompute."""
         counts = dict.fromkeys(SpanKind, 0)
         for span in plan.spans:
-            counts[span.kind] += span.tokens
+            counts[span.kind] += span.tokens - span.probes
+            counts[SpanKind.RECOMPUTE] += span.probes
+        planned = self._plan or plan
         return PrefillReport(
             mode=self._mode.value,
             prompt_tokens=plan.tokens,
@@ -85,16 +91,40 @@ class ReportBuilder:
                 total_s=time.perf_counter() - self._started,
             ),
             wait_lost_s=self._wait_lost_s,
-            residual=self._residual,
+            predicted_kl=self._predicted_kl,
             fallback=self._fallback,
             slots=self._prompt.slots,
+            covered_tokens=planned.covered,
+            expected_kl=planned.kl,
+            planned_s=planned.planned_s,
+            dense_s=planned.dense_s,
+            runs=tuple(self._run(plan, number, run) for number, run in enumerate(plan.runs, start=1)),
+        )
+
+    def _run(self, plan: Plan, number: int, run: RunChoice) -> RunReport:
+        spans = [span for span in plan.spans if span.run == number]
+        return RunReport(
+            start=spans[0].start,
+            end=spans[-1].end,
+            source=self._peer_name(run.donor.holder),
+            donor_start=spans[0].donor_start,
+            provenance=run.provenance.name.lower(),
+            likeness=run.likeness,
+            head_tokens=sum(span.tokens for span in spans if span.kind is SpanKind.RECOMPUTE),
+            probes=sum(span.probes for span in spans),
+            shift=any(span.shift for span in spans),
+            expected_kl=run.kl,
+            saved_s=run.saved_s,
+            deviation=self._deviations.get(number),
         )
 
     def _span(self, span: Span) -> SpanReport:
         source = ""
         if span.donor is not None and span.kind is not SpanKind.RECOMPUTE:
             source = self._peer_name(span.donor.holder)
-        return SpanReport(span.start, span.end, span.kind.value, source, span.donor_start if source else 0, span.why)
+        return SpanReport(
+            span.start, span.end, span.kind.value, source, span.donor_start if source else 0, span.why, span.probes
+        )
 
 
 def _joined(plan: Plan) -> list[Span]:
@@ -108,7 +138,7 @@ def _joined(plan: Plan) -> list[Span]:
             and (last.kind, last.why) == (span.kind, span.why)
             and (span.donor is None or last.donor_start + last.tokens == span.donor_start)
         ):
-            joined[-1] = replace(last, end=span.end)
+            joined[-1] = replace(last, end=span.end, probes=last.probes + span.probes)
         else:
             joined.append(span)
     return joined

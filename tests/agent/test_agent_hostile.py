@@ -31,6 +31,8 @@ from agent_cases import (
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.planning.plan import KL_MAX
+from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.reuse.blocks import copy_block
 
 MakeAgent = Callable[..., Agent]
@@ -214,8 +216,9 @@ def test_positions_beyond_the_context(make_agent: MakeAgent, runner: ModelRunner
     asyncio.run(run())
 
 
-GUARDED = replace(ANYTHING_GOES, residual_max=2.0)
-"""Random weights make contexts matter much: honest KV of another context has a residual of 1.2 here, poison about 7."""
+GUARDED = replace(ANYTHING_GOES, divergence=replace(ANYTHING_GOES.divergence, intercept=-9.5, body=8.0))
+"""Allows deviations of up to 2. Random weights make contexts matter much: honest KV of another context deviates by 1.2 here,
+poison by about 7."""
 
 
 def deep_garbage(runner: ModelRunner, blocks: list[bytearray]) -> list[bytearray]:
@@ -236,7 +239,7 @@ def test_poison_below_layer_0_is_caught_by_the_guard(make_agent: MakeAgent, runn
             await shared(liar, victim)
             ours = await fill(victim, MOVED)
             assert adds_up(ours.report)
-            assert ours.report.residual is not None and ours.report.residual > 2.0
+            assert ours.report.predicted_kl is not None and ours.report.predicted_kl > KL_MAX[Mode.BALANCED]
             assert ours.report.fallback
             assert reasons(ours.report) == {"residual"}
             assert ours.report.reused_tokens == 0

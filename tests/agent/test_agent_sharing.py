@@ -233,7 +233,7 @@ def test_replicas_serve_when_the_origin_is_gone(make_agent: MakeAgent, runner: M
             assert origin in await pool_metas(bob)
             third = await fill(cyd, joined(random_ids(66, 40), DOCUMENT, random_ids(67, 9)))
             assert third.report.sources == {"bob": 176}
-            assert third.report.residual is not None
+            assert third.report.predicted_kl is not None
             prefixed = joined(DOCUMENT, random_ids(68, 30))
             exact = await fill(cyd, prefixed, "exact")
             assert exact.report.exact_tokens == len(DOCUMENT)

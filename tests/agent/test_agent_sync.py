@@ -71,7 +71,7 @@ def test_stream_gives_pieces_then_the_reply(make_sync: Callable[..., SyncAgent])
         assert isinstance(items[-1], Reply)
         assert "".join(item for item in items if isinstance(item, str)) == items[-1].text
         with pytest.raises(UsageError, match="mode"):
-            list(ann.stream("hello", mode="fast"))
+            list(ann.stream("hello", mode="faster"))
 
 
 def test_a_stream_left_early_ends(make_sync: Callable[..., SyncAgent], monkeypatch: pytest.MonkeyPatch) -> None:

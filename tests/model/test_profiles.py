@@ -11,21 +11,34 @@ import pytest
 from kvcomm_p2p.errors import ModelError
 from kvcomm_p2p.model.profiles import SHIPPED_DIR, load_profile, save_profile
 from kvcomm_p2p.model.spec import Profile
+from kvcomm_p2p.planning.divergence import DivergenceFit
+from kvcomm_p2p.planning.types import Provenance, Repair
 from kvcomm_p2p.protocol.ids import ModelId
 
 ME, OTHER = ModelId(b"m" * 16), ModelId(b"o" * 16)
-PROFILE = Profile(head_tokens=8, run_tokens_min=16, residual_max=0.5, measured="by this test")
+FIT = DivergenceFit(intercept=0.5, body=2.0, head=0.0, entropy=0.25, spread=0.5, prompts=30)
+PROFILE = Profile(16, {Provenance.BARE: (Repair(8), Repair(16, 0.1, True, 0.01))}, FIT, measured="by this test")
 
 
 def test_only_the_same_model_gets_the_profile(tmp_path: Path) -> None:
     save_profile(ME, PROFILE, tmp_path / "a.json")
-    save_profile(OTHER, Profile(1, 2, 3.0, "other"), tmp_path / "b.json")
+    save_profile(OTHER, Profile(1, {}, FIT, "other"), tmp_path / "b.json")
     assert load_profile(ME, [tmp_path]) == PROFILE
     assert load_profile(ModelId(b"x" * 16), [tmp_path, tmp_path / "missing"]) is None
 
 
 @pytest.mark.parametrize(
-    "change", [{"schema": 2}, {"head_tokens": 0}, {"head_tokens": True}, {"residual_max": "1"}, {"measured": None}]
+    "change",
+    [
+        {"schema": 1},
+        {"run_tokens_min": 0},
+        {"run_tokens_min": True},
+        {"repairs": {"nowhere": [{"head_tokens": 1, "probe_share": 0.0, "shift": False, "kl": 0.0}]}},
+        {"repairs": {"bare": [{"head_tokens": 1}]}},
+        {"repairs": {"bare": [{"head_tokens": 1, "probe_share": 0.9, "shift": False, "kl": 0.0}]}},
+        {"divergence": {"intercept": "1"}},
+        {"measured": None},
+    ],
 )
 def test_unusable_profiles_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "bad.json"

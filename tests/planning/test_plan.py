@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from planning_cases import COSTS, EXACT_RULES, ME, PEER, RULES, TOKEN_BYTES, Tokens, donor, joined, words
 
 from kvcomm_p2p.planning.costs import PullCost
-from kvcomm_p2p.planning.plan import HEAD_WHY, LAST_WHY, make_plan
+from kvcomm_p2p.planning.candidates import HEAD_WHY
+from kvcomm_p2p.planning.plan import LAST_WHY, make_plan
 from kvcomm_p2p.planning.prefix import REMOTE_TOKENS_MIN
 from kvcomm_p2p.planning.spans import (
     blocks_needed,
@@ -22,7 +23,7 @@ from kvcomm_p2p.planning.spans import (
     recompute_positions,
     span_hops,
 )
-from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, ReuseRules, Span, SpanKind
+from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, Provenance, Repair, ReuseRules, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 
@@ -295,7 +296,7 @@ def test_whole_blocks_are_counted() -> None:
         joined(words(2, 9), document, words(3, 9)),
         [donor(joined(words(4, 20), document))],
         Mode.BALANCED,
-        replace(RULES, head_tokens=0),
+        replace(RULES, repairs={each: (Repair(0),) for each in Provenance}),
         COSTS,
     ).spans[1]
     assert [(anchor.start, index) for anchor, index in blocks_needed(span)] == [(0, i) for i in range(4)]

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from kvcomm_p2p.planning.types import Donor, Mode, Plan, Span, SpanKind
+from kvcomm_p2p.planning.candidates import Candidate
+from kvcomm_p2p.planning.types import (
+    Donor,
+    Mode,
+    Plan,
+    Provenance,
+    Repair,
+    ReuseRules,
+    Run,
+    RunChoice,
+    Span,
+    SpanKind,
+)
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, KVLayout, Visibility
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, SequenceId
 
@@ -44,32 +57,62 @@ def plan_of(spans: Sequence[Span], mode: Mode = Mode.BALANCED) -> Plan:
     return Plan(spans[-1].end, mode, tuple(spans), (), 1.0, 0.5)
 
 
+RULES = ReuseRules(approximate=True, reason="", guard_probes=4)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Plans with every kind of span, donors of several anchors at any offsets, and a recomputed last token."""
+    """Plans with every kind of span and run, donors of several anchors at any offsets, and a recomputed last token."""
     spans: list[Span] = []
+    runs: list[RunChoice] = []
     at = 0
     for number in range(draw(st.integers(1, 5))):
         kind = draw(st.sampled_from(SpanKind))
-        tokens = draw(st.integers(1, 150))
-        source = None
-        donor_start = 0
-        head = kind is SpanKind.RECOMPUTE and draw(st.booleans())
-        if kind is not SpanKind.RECOMPUTE or head:
-            first = BLOCK_TOKENS * draw(st.integers(0, 5))
-            donor_start = first + draw(st.integers(0, 70))
-            cuts = sorted(
-                {
-                    first + BLOCK_TOKENS * cut
-                    for cut in draw(st.lists(st.integers(1, 8), max_size=3))
-                    if first + BLOCK_TOKENS * cut < donor_start + tokens
-                }
+        if kind is SpanKind.RECOMPUTE:
+            tokens = draw(st.integers(1, 150))
+            spans.append(Span(at, at + tokens, kind, why=f"why {number}"))
+        elif kind is SpanKind.REUSE:
+            candidate = draw(candidates(at, 100 * number))
+            repair = Repair(draw(st.integers(0, 40)), draw(st.sampled_from([0.0, 0.1])), draw(st.booleans()))
+            runs.append(
+                RunChoice(at, candidate.end, candidate.donor, Provenance.BARE, 0.5, repair, kl=0.001, saved_s=0.1)
             )
-            end = donor_start + tokens + draw(st.integers(0, 40))
-            bounds = [first, *cuts, end]
-            anchors = [meta(100 * number + i, low, high) for i, (low, high) in enumerate(itertools.pairwise(bounds))]
-            source = donor(anchors, local=draw(st.booleans()))
-        spans.append(Span(at, at + tokens, kind, source, donor_start, f"why {number}"))
-        at += tokens
+            spans += candidate.spans(repair, RULES.guard_probes, RULES.hole_head_tokens, len(runs))
+        else:
+            tokens = draw(st.integers(1, 150))
+            source, donor_start = draw(sources(100 * number, tokens))
+            spans.append(Span(at, at + tokens, kind, source, donor_start, f"why {number}"))
+        at = spans[-1].end
     spans.append(Span(at, at + 1, SpanKind.RECOMPUTE, why="last token: its logits are needed"))
-    return plan_of(spans)
+    return replace(plan_of(spans), runs=tuple(runs))
+
+
+@st.composite
+def candidates(draw: st.DrawFn, at: int, number: int) -> Candidate:
+    """One to three equal pieces of one donor with small holes, at least RULES.run_tokens_min tokens, from `at` on."""
+    lengths = draw(st.lists(st.integers(8, 120), min_size=1, max_size=3).filter(lambda each: sum(each) >= 64))
+    holes = [(draw(st.integers(1, 20)), draw(st.integers(0, 20))) for _ in lengths[1:]]
+    source, donor_start = draw(sources(number, sum(lengths) + sum(hole for _, hole in holes)))
+    pieces = []
+    for length, (gap, skipped) in zip(lengths, [*holes, (0, 0)], strict=True):
+        pieces.append(Run(donor_start, at, length))
+        at += length + gap
+        donor_start += length + skipped
+    return Candidate(source, tuple(pieces))
+
+
+@st.composite
+def sources(draw: st.DrawFn, number: int, tokens: int) -> tuple[Donor, int]:
+    """A donor of several anchors that holds `tokens` tokens from the position on that is returned too."""
+    first = BLOCK_TOKENS * draw(st.integers(0, 5))
+    donor_start = first + draw(st.integers(0, 70))
+    cuts = sorted(
+        {
+            first + BLOCK_TOKENS * cut
+            for cut in draw(st.lists(st.integers(1, 8), max_size=3))
+            if first + BLOCK_TOKENS * cut < donor_start + tokens
+        }
+    )
+    bounds = [first, *cuts, donor_start + tokens + draw(st.integers(0, 40))]
+    anchors = [meta(number + i, low, high) for i, (low, high) in enumerate(itertools.pairwise(bounds))]
+    return donor(anchors, local=draw(st.booleans())), donor_start

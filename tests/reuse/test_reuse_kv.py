@@ -18,14 +18,16 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.spec import Profile
 from kvcomm_p2p.planning.costs import CostTracker
-from kvcomm_p2p.planning.types import Costs, Span, SpanKind
+from kvcomm_p2p.planning.divergence import DivergenceFit
+from kvcomm_p2p.planning.spans import recompute_positions
+from kvcomm_p2p.planning.types import Costs, Mode, Plan, Provenance, Repair, RunChoice, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss, MissReason
 from kvcomm_p2p.reuse.align import Aligner, align_span
 from kvcomm_p2p.reuse.blocks import block_tensors, copy_block
 from kvcomm_p2p.reuse.checks import LAYER0_ERROR_MAX, PulledBlock, layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.engine import ReuseEngine
-from kvcomm_p2p.reuse.guard import keep_head, residual
+from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
 from kvcomm_p2p.reuse.pulling import Pulled, donor_spans
 
 
@@ -174,54 +176,87 @@ def test_large_sums_are_not_mistaken_for_infinity(tiny_llama: Callable[..., Any]
 # ---------------------------------------------------------------------------------------------------------------- guard
 
 
-def test_residual_is_the_mean_relative_difference_of_deeper_layers() -> None:
-    cache = noise_cache(40)
-    head = keep_head(cache, 8, 24)
-    assert residual(cache, []) is None
-    assert residual(cache, [head]) == 0.0
-    cache.keys[0] += 100.0  # layer 0 does not count
-    cache.keys[:, :, :, :8] += 100.0  # nor do rows outside the head
-    assert residual(cache, [head]) == 0.0
-    cache.keys[1:, :, :, 8:24] *= 2
-    measured = residual(cache, [head])
-    assert (
-        measured is not None and abs(measured - 0.25) < 1e-6
-    )  # keys are off by half of what they are, values by nothing
-    cache.values[1:, :, :, 8:24] *= -1
-    both = residual(cache, [head])
-    assert both is not None and abs(both - (0.5 + 2.0) / 2) < 1e-6
+def watching(layers: int = LAYOUT.layers) -> tuple[Plan, RepairWatch]:
+    """A run of 40 tokens at prompt position 8: a head of 8, then 32 with 4 probes."""
+    source = donor([meta(1, 0, 64)])
+    spans = [
+        Span(0, 8, SpanKind.RECOMPUTE, why="no donor"),
+        Span(8, 16, SpanKind.RECOMPUTE, source, 0, "head", run=1),
+        Span(16, 48, SpanKind.REUSE, source, 8, probes=4, run=1),
+        Span(48, 50, SpanKind.RECOMPUTE, why="no donor"),
+    ]
+    choice = RunChoice(8, 48, source, Provenance.OTHER, 0.5, Repair(8), 0.01, 1.0)
+    plan = replace(plan_of(spans), runs=(choice,))
+    return plan, RepairWatch(plan, 0, layers)
 
 
-def test_the_worst_head_counts_and_nan_is_worst() -> None:
-    cache = noise_cache(40)
-    heads = [keep_head(cache, 0, 8), keep_head(cache, 8, 16), keep_head(cache, 16, 24)]
-    cache.values[1:, :, :, 8:16] *= 2
-    worst = residual(cache, heads)
-    assert worst is not None and worst == residual(cache, [heads[1]]) > 0
-    broken = replace(heads[2], keys=torch.full_like(heads[2].keys, float("nan")))
-    for order in ([broken, *heads], [*heads, broken]):
-        measured = residual(cache, order)
-        assert measured is not None and measured != measured
-        assert not measured <= 1e9, "no bound admits NaN"
+def shown(
+    cache: KVCache, plan: Plan, watch: RepairWatch, change: Callable[[torch.Tensor, torch.Tensor, int], None]
+) -> Any:
+    """Runs the watch as a forward would, over what `change(keys [H, R, D], values, layer)` makes of the aligned rows."""
+    positions = torch.from_numpy(recompute_positions(plan))
+    for layer in range(cache.layout.layers):
+        keys, values = cache.keys[layer, 0], cache.values[layer, 0]
+        new_keys, new_values = keys[:, positions].clone(), values[:, positions].clone()
+        change(new_keys, new_values, layer)
+        watch.layer(layer, keys, values, positions, new_keys, new_values)
+    ((rows, deviation),) = watch.deviations()
+    return rows, deviation
 
 
-def test_a_zero_head_gives_no_division_by_zero() -> None:
-    cache = noise_cache(8)
-    head = keep_head(cache, 0, 8)
-    cache.keys.zero_()
-    cache.values.zero_()
-    measured = residual(cache, [head])
-    assert measured is not None and measured > 1e3 and np.isfinite(measured)
+def test_deviations_are_mean_relative_differences_of_deeper_layers() -> None:
+    plan, watch = watching()
+    rows, deviation = shown(noise_cache(50), plan, watch, lambda keys, values, layer: None)
+    assert rows.positions.tolist() == [*range(8, 16), 20, 28, 36, 44]
+    assert rows.is_head.tolist() == [True] * 8 + [False] * 4
+    assert deviation.tolist() == [0.0] * 12
+
+    def change(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        if layer == 0:  # depends on no context: it does not count
+            keys += 100.0
+        elif layer == 1:
+            keys[:, 8] *= 2  # the run's first token: aligned keys are off by half of what they should be
+        keys[:, :8] += 100.0  # nor do rows that nobody aligned
+
+    plan, watch = watching()
+    _, deviation = shown(noise_cache(50), plan, watch, change)
+    assert deviation[0] == pytest.approx(0.5 / (2 * 2)), "one of two deeper layers, keys alone"
+    assert not deviation[1:].any()
 
 
-def test_one_layer_models_have_a_residual_too() -> None:
-    cache = KVCache(replace(LAYOUT, layers=1), 8)
+def test_nan_is_never_small() -> None:
+    def change(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        values[:, 12] = float("nan")
+
+    plan, watch = watching()
+    rows, deviation = shown(noise_cache(50), plan, watch, change)
+    symptom = symptoms(plan, [(rows, deviation)], {}, torch.zeros(10))
+    assert np.isnan(symptom.head)
+    fit = DivergenceFit(-99.0, 1.0, 1.0, 0.0, 0.0, 1)
+    assert not fit.kl(symptom) <= 1e9, "no bound admits NaN"
+
+
+def test_a_zero_row_gives_no_division_by_zero() -> None:
+    def change(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        keys.zero_()
+        values.zero_()
+
+    plan, watch = watching()
+    _, deviation = shown(noise_cache(50), plan, watch, change)
+    assert np.isfinite(deviation).all() and deviation.min() > 1e3
+
+
+def test_one_layer_models_have_deviations_too() -> None:
+    cache = KVCache(replace(LAYOUT, layers=1), 50)
     cache.keys.fill_(1.0)
     cache.values.fill_(1.0)
-    head = keep_head(cache, 0, 8)
-    cache.keys.fill_(2.0)
-    measured = residual(cache, [head])
-    assert measured is not None and abs(measured - 0.25) < 1e-6
+
+    def change(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        keys *= 2
+
+    plan, watch = watching(layers=1)
+    _, deviation = shown(cache, plan, watch, change)
+    assert deviation == pytest.approx(0.25)
 
 
 # -------------------------------------------------------------------------------------------------- alignment and repair
@@ -254,20 +289,32 @@ def test_alignment_gathers_any_stretch_over_any_blocks(offset: int, tokens: int,
     assert torch.equal(cache.keys[:, :, :, start + tokens :], untouched[:, :, :, start + tokens :])
 
 
-PROFILE = Profile(head_tokens=16, run_tokens_min=64, residual_max=1e9, measured="tests")
+GOOD, BAD = -99.0, 99.0
+"""Intercepts of fits that predict nothing, and very much, from any deviation that is a number."""
 
 
-def engine_for(runner: ModelRunner, residual_max: float = 1e9) -> ReuseEngine:
+def engine_for(runner: ModelRunner, intercept: float = GOOD) -> ReuseEngine:
     """Only what `_complete` needs."""
-    profiled = ModelRunner(
-        runner.model,
-        None,
-        replace(runner.spec, profile=replace(PROFILE, residual_max=residual_max)),
-        runner._call,
-    )
+    repairs = {each: (Repair(16),) for each in Provenance}
+    fit = DivergenceFit(intercept, body=1.0, head=0.0, entropy=0.0, spread=0.0, prompts=1)
+    spec = replace(runner.spec, profile=Profile(64, repairs, fit, "tests"))
+    profiled = ModelRunner(runner.model, None, spec, runner._call)
     nothing: Any = None
     costs = CostTracker(Costs(1e-3, 1e-4, 1e-9, 1e-3, 1e9, 1e9, runner.spec.layout.token_bytes))
-    return ReuseEngine(profiled, nothing, nothing, costs, nothing, lambda node_id: "peer")
+    return ReuseEngine(profiled, nothing, nothing, costs, nothing, lambda node_id: "peer", b"key")
+
+
+def complete(
+    runner: ModelRunner,
+    prompt: PreparedPrompt,
+    cache: KVCache,
+    plan: Plan,
+    lead: int,
+    intercept: float = GOOD,
+    cancelled: Callable[[], bool] | None = None,
+) -> Any:
+    engine = engine_for(runner, intercept)
+    return engine._complete(prompt, cache, plan, engine.rules(Mode.BALANCED), lead, cancelled)
 
 
 def moved_plan(runner: ModelRunner, head: int) -> tuple[Any, Pulled, PreparedPrompt]:
@@ -279,11 +326,12 @@ def moved_plan(runner: ModelRunner, head: int) -> tuple[Any, Pulled, PreparedPro
     prompt = PreparedPrompt(np.concatenate([np.arange(100, 110), IDS, [7, 8]]).astype(np.uint32))
     spans = [Span(0, 10, SpanKind.RECOMPUTE, why="no donor")]
     if head:
-        spans.append(Span(10, 10 + head, SpanKind.RECOMPUTE, source, 32, "head of a reused run"))
+        spans.append(Span(10, 10 + head, SpanKind.RECOMPUTE, source, 32, "head of a reused run", run=1))
     if head < 100:
-        spans.append(Span(10 + head, 110, SpanKind.REUSE, source, 32 + head))
+        spans.append(Span(10 + head, 110, SpanKind.REUSE, source, 32 + head, run=1))
     spans.append(Span(110, 112, SpanKind.RECOMPUTE, why="no donor"))
-    return plan_of(spans), Pulled(blocks={block.key: block.data for block in blocks}), prompt
+    run = RunChoice(10, 110, source, Provenance.OTHER, 0.5, Repair(head), 0.01, 1.0)
+    return replace(plan_of(spans), runs=(run,)), Pulled(blocks={block.key: block.data for block in blocks}), prompt
 
 
 @pytest.mark.parametrize("lead", [0, 10])
@@ -299,14 +347,14 @@ def test_recomputing_all_gives_full_prefill_whatever_was_aligned(
     if lead:
         float_runner.prefill(ids[:lead], cache)
     Aligner(cache, donor_spans(plan), float_runner.spec.rotary).put(pulled.blocks)
-    outcome = engine_for(float_runner)._complete(prompt, cache, plan, lead, None)
+    outcome = complete(float_runner, prompt, cache, plan, lead)
     assert cache.length == len(ids)
     exact = 10 + head
     assert torch.allclose(cache.keys[:, :, :, :exact], full.keys[:, :, :, :exact], atol=1e-4)
     assert torch.allclose(cache.values[:, :, :, :exact], full.values[:, :, :, :exact], atol=1e-4)
     assert torch.allclose(cache.keys[0], full.keys[0], atol=1e-4), "layer 0 depends on token and position alone"
-    assert torch.allclose(outcome.logits, true, atol=1e-4) is (head == 100)
-    assert (outcome.residual is None) is (head == 0)
+    assert torch.allclose(outcome.repaired.logits, true, atol=1e-4) is (head == 100)
+    assert (outcome.repaired.predicted_kl is None) is (head in (0, 100)), "nothing to compare, or nothing reused"
     assert outcome.fallback == "" and outcome.plan is plan
 
 
@@ -326,10 +374,10 @@ def test_the_guards_fallback_is_full_prefill(float_runner: ModelRunner, poison: 
     assert isinstance(cache, KVCache) and isinstance(full, KVCache)
     true = float_runner.prefill(ids, full)
     Aligner(cache, donor_spans(plan), float_runner.spec.rotary).put(pulled.blocks)
-    outcome = engine_for(float_runner, 1e9 if poison else 1e-6)._complete(prompt, cache, plan, lead, None)
+    outcome = complete(float_runner, prompt, cache, plan, lead, GOOD if poison else BAD)
     assert outcome.fallback
     assert [span.kind for span in outcome.plan.spans] == [SpanKind.RECOMPUTE]
-    assert torch.allclose(outcome.logits, true, atol=1e-4)
+    assert torch.allclose(outcome.repaired.logits, true, atol=1e-4)
     assert torch.allclose(cache.keys, full.keys, atol=1e-4) and torch.allclose(cache.values, full.values, atol=1e-4)
 
 
@@ -339,4 +387,4 @@ def test_a_cancelled_completion_stops(float_runner: ModelRunner) -> None:
     assert isinstance(cache, KVCache)
     spans = [Span(0, 64, SpanKind.EXACT, donor([meta(1, 0, 132)]), 0), Span(64, 112, SpanKind.RECOMPUTE)]
     with pytest.raises(CancelledByCaller):
-        engine_for(float_runner)._complete(prompt, cache, plan_of(spans), 0, lambda: True)
+        complete(float_runner, prompt, cache, plan_of(spans), 0, cancelled=lambda: True)

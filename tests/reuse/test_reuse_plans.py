@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reuse_cases import donor, meta, plan_of, plans
+from reuse_cases import RULES, donor, meta, plan_of, plans
 
+from kvcomm_p2p.planning.candidates import Candidate
 from kvcomm_p2p.planning.spans import blocks_needed, hops_at, recompute_positions
-from kvcomm_p2p.planning.types import Mode, Plan, Rejected, Span, SpanKind
+from kvcomm_p2p.planning.types import Mode, Plan, Provenance, Rejected, Repair, Run, RunChoice, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.report import Timings
 from kvcomm_p2p.reuse.donors import FoundDonors
-from kvcomm_p2p.reuse.engine import _only_exact
 from kvcomm_p2p.reuse.pulling import Pulled
-from kvcomm_p2p.reuse.replan import dense_plan, without_blocks
+from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
 
 STALLED = Miss(MissReason.STALLED)
@@ -38,12 +40,12 @@ def covers(plan: Plan) -> bool:
     return at == plan.tokens
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(plans(), st.data())
 def test_without_blocks_recomputes_their_tokens_and_leaves_nothing_unguarded(plan: Plan, data: st.DataObject) -> None:
     keys = sorted(set(keys_of(plan)))
     failed = dict.fromkeys(data.draw(st.sets(st.sampled_from(keys))) if keys else (), STALLED)
-    smaller = without_blocks(plan, failed, 32, 64)
+    smaller = without_blocks(plan, failed, RULES)
     assert covers(smaller)
     assert not set(keys_of(smaller)) & set(failed)
     # Token by token: what came stays where it was and comes from where it came, what did not is recomputed.
@@ -51,16 +53,47 @@ def test_without_blocks_recomputes_their_tokens_and_leaves_nothing_unguarded(pla
     for position, (kind, source) in before.items():
         if source is not None and block_of(source) in failed:
             assert after[position] == (SpanKind.RECOMPUTE, None)
-        elif kind is SpanKind.REUSE:
-            assert after[position] in ((kind, source), (SpanKind.RECOMPUTE, source), (SpanKind.RECOMPUTE, None))
+        elif kind in (SpanKind.REUSE, SpanKind.RECOMPUTE):
+            # A head that is not in the way any more may be reused: a run keeps as long a head as its tokens allow.
+            assert after[position] in (
+                (SpanKind.REUSE, source),
+                (SpanKind.RECOMPUTE, source),
+                (SpanKind.RECOMPUTE, None),
+            )
         else:
             assert after[position] == (kind, source)
-    if failed:
-        for earlier, span in zip([None, *smaller.spans], smaller.spans, strict=False):
-            if span.kind is SpanKind.REUSE:
-                assert earlier is not None and earlier.donor is span.donor and earlier.end == span.start
+    assert guarded(smaller)
     assert (smaller.tokens, smaller.mode, smaller.rejected) == (plan.tokens, plan.mode, plan.rejected)
     assert recompute_positions(smaller)[-1] == plan.tokens - 1
+    assert np.all(np.diff(recompute_positions(smaller)) > 0)
+
+
+def guarded(plan: Plan) -> bool:
+    """Every run has tokens enough, and some that are recomputed and compared."""
+    for number, run in enumerate(plan.runs, start=1):
+        spans = [span for span in plan.spans if span.run == number]
+        compared = sum(s.tokens if s.kind is SpanKind.RECOMPUTE else s.probes for s in spans)
+        if any(s.donor is not run.donor for s in spans) or sum(s.tokens for s in spans) < RULES.run_tokens_min:
+            return False
+        if compared < min(RULES.guard_probes, 4):
+            return False
+    return {span.run for span in plan.spans} <= {0, *range(1, len(plan.runs) + 1)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.integers(1, 8))
+def test_wider_plans_recompute_more_of_the_same(plan: Plan, factor: int) -> None:
+    wider = widened(plan, factor, RULES)
+    assert covers(wider) and guarded(wider)
+    assert len(wider.runs) == len(plan.runs)
+    before, after = by_position(plan), by_position(wider)
+    for position, (kind, source) in before.items():
+        if kind is SpanKind.REUSE:
+            assert after[position] in ((kind, source), (SpanKind.RECOMPUTE, source))
+        else:
+            assert after[position] == (kind, source)
+    for number, run in enumerate(wider.runs, start=1):
+        assert run.repair.head_tokens == factor * plan.runs[number - 1].repair.head_tokens
 
 
 def by_position(plan: Plan) -> dict[int, tuple[SpanKind, Any]]:
@@ -79,44 +112,44 @@ def block_of(source: Any) -> BlockKey:
     return BlockKey(anchor.anchor_id, (at - anchor.start) // BLOCK_TOKENS)
 
 
-def test_a_run_that_lost_its_head_gets_a_new_one() -> None:
+def test_a_run_with_a_hole_goes_on_behind_it_and_one_that_lost_its_head_gets_another() -> None:
     source = donor([meta(1, 0, 256)])
-    head = Span(10, 42, SpanKind.RECOMPUTE, source, 0, "head of a reused run")
-    plan = plan_of(
-        [
-            Span(0, 10, SpanKind.RECOMPUTE),
-            head,
-            Span(42, 266, SpanKind.REUSE, source, 32),
-            Span(266, 267, SpanKind.RECOMPUTE),
-        ]
-    )
-    key = BlockKey(source.anchors[0].anchor_id, 0)
-    smaller = without_blocks(plan, {key: STALLED}, 32, 64)
-    shape = [(span.start, span.end, span.kind, span.donor is not None) for span in smaller.spans[1:-1]]
-    assert shape == [
-        (10, 42, SpanKind.RECOMPUTE, False),
-        (42, 74, SpanKind.RECOMPUTE, True),
-        (74, 266, SpanKind.REUSE, True),
+    candidate = Candidate(source, (Run(0, 10, 256),))
+    spans = [Span(0, 10, SpanKind.RECOMPUTE), *candidate.spans(Repair(32), 4, 4, 1), Span(266, 267, SpanKind.RECOMPUTE)]
+    choice = RunChoice(10, 266, source, Provenance.OTHER, 0.5, Repair(32), 0.01, 1.0)
+    plan = replace(plan_of(spans), runs=(choice,))
+    block = BlockKey(source.anchors[0].anchor_id, 0)
+
+    def shape(lost: Sequence[int]) -> list[tuple[int, int, str]]:
+        smaller = without_blocks(plan, {block._replace(index=index): STALLED for index in lost}, RULES)
+        return [(span.start, span.end, span.kind.value) for span in smaller.spans[1:-1]]
+
+    assert shape([0]) == [(10, 42, "recompute"), (42, 74, "recompute"), (74, 266, "reuse")]
+    assert shape([3]) == [
+        (10, 42, "recompute"),
+        (42, 106, "reuse"),
+        (106, 138, "recompute"),
+        (138, 142, "recompute"),
+        (142, 266, "reuse"),
     ]
-    assert smaller.spans[3].donor_start == 64
-    rest = without_blocks(plan, {key._replace(index=index): STALLED for index in (0, 2, 3, 5)}, 32, 64)
-    assert [(s.start, s.end) for s in rest.spans if s.kind is SpanKind.REUSE] == [(218, 266)], "64 tokens or nothing"
+    assert shape([7]) == [(10, 42, "recompute"), (42, 234, "reuse"), (234, 266, "recompute")]
+    assert shape([0, 1, 2, 3, 4, 5, 7]) == [(10, 266, "recompute")], "32 tokens are too few"
 
 
 @settings(max_examples=50, deadline=None)
 @given(plans())
 def test_without_any_block_everything_is_recomputed(plan: Plan) -> None:
-    nothing = without_blocks(plan, dict.fromkeys(keys_of(plan), STALLED), 32, 64)
+    nothing = without_blocks(plan, dict.fromkeys(keys_of(plan), STALLED), RULES)
     assert covers(nothing)
     assert recompute_positions(nothing).tolist() == list(range(plan.tokens))
     assert hops_at(nothing) == ((0, 0),)
-    assert without_blocks(plan, {}, 32, 64) is plan
+    assert without_blocks(plan, {}, RULES) is plan
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_a_fallback_keeps_the_exact_beginning_alone(plan: Plan) -> None:
-    kept, exact = _only_exact(plan, "why")
+    kept, exact = only_exact(plan, "why")
     assert covers(kept)
     assert [span.kind for span in kept.spans[:-1]] == [SpanKind.EXACT] * (len(kept.spans) - 1)
     assert (kept.spans[-1].start, kept.spans[-1].kind, kept.spans[-1].why) == (exact, SpanKind.RECOMPUTE, "why")
@@ -183,7 +216,8 @@ def test_report_counts_add_up(plan: Plan) -> None:
     assert [span.start for span in report.spans[1:]] == [span.end for span in report.spans[:-1]]
     by_kind = {kind.value: 0 for kind in SpanKind}
     for span in report.spans:
-        by_kind[span.kind] += span.end - span.start
+        by_kind[span.kind] += span.end - span.start - span.probes
+        by_kind["recompute"] += span.probes
     assert (by_kind["exact"], by_kind["continued"], by_kind["reuse"], by_kind["recompute"]) == told
 
 
@@ -202,7 +236,7 @@ def test_report_tells_every_miss_once() -> None:
         BlockKey(meta(2, 0, 64).anchor_id, 0): Miss(MissReason.NOT_FINITE, "the block holds NaN or infinity"),
     }
     report.pulled(Pulled(wait_lost_s=0.2, kv_bytes=7), failed)
-    report.guarded(0.5, "too far off")
+    report.guarded(0.5, {}, "too far off")
     done = report.finish(plan, Timings())
     assert [(miss.what, miss.reason) for miss in done.misses] == [
         ("token ids from ann", "stalled"),
@@ -213,6 +247,6 @@ def test_report_tells_every_miss_once() -> None:
         ("reused runs", "residual"),
     ]
     assert abs(done.wait_lost_s - 0.3) < 1e-9
-    assert (done.residual, done.fallback, done.pulled_bytes) == (0.5, "too far off", 7)
+    assert (done.predicted_kl, done.fallback, done.pulled_bytes) == (0.5, "too far off", 7)
     assert done.timings.plan_s == 0.5
     assert 0 <= done.timings.total_s <= time.perf_counter() - started + 1e-3
