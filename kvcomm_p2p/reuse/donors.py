@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,17 @@ import numpy.typing as npt
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.stretches import (
+    Stretch,
+    choose_stretches,
+    known_prefix,
+    led_back,
+    prefix_of,
+    without_gaps,
+    without_repeated,
+)
 from kvcomm_p2p.planning.types import Donor
-from kvcomm_p2p.planning.winnow import fingerprints
+from kvcomm_p2p.planning.winnow import ContentMark, fingerprints
 from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId, SequenceId
@@ -26,6 +36,12 @@ REMOTE_SEQUENCES_MAX = 6
 
 TOKENS_CACHED_MAX = 512
 """Anchors of peers whose token ids are remembered (2 kB each)."""
+
+DISTRUST_S = 120.0
+"""How long a copy that the guard rejected is not offered again."""
+
+DISTRUSTED_MAX = 1024
+"""Rejections that are remembered: the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +57,6 @@ class FoundDonors:
     wait_lost_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Anchors of one sequence at one holder that follow each other without a gap."""
-
-    holder: NodeId
-    sequence_id: SequenceId
-    anchors: tuple[AnchorMeta, ...]
-    prefix_tokens: int
-
-
 class DonorFinder:
     """Asks the directory and, for promising sequences, their holders. Lives on the driver's loop."""
 
@@ -63,6 +69,7 @@ class DonorFinder:
         spec: ModelSpec,
         vocabulary_size: int,
         content_key: bytes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._lineage = lineage
@@ -70,23 +77,27 @@ class DonorFinder:
         self._spec = spec
         self._vocabulary_size = vocabulary_size
         self._key = content_key
+        self._clock = clock
         self._known: OrderedDict[tuple[NodeId, AnchorId], AnchorTokens] = OrderedDict()
+        self._rejected_at: OrderedDict[tuple[NodeId, AnchorId], float] = OrderedDict()
 
-    async def find(self, token_ids: npt.NDArray[np.uint32]) -> FoundDonors:
-        """Donors for a prompt (uint32 [T]); waits for peers at most the protocol's tokens timeout."""
+    async def find(self, token_ids: npt.NDArray[np.uint32], marks: Sequence[ContentMark] = ()) -> FoundDonors:
+        """Donors for a prompt (uint32 [T]) and the names of its short contents; waits for peers at most the protocol's
+        tokens timeout."""
         loop = asyncio.get_running_loop()
-        lookup = await loop.run_in_executor(None, self._lookup, token_ids)
+        lookup = await loop.run_in_executor(None, self._lookup, token_ids, marks)
         result = self._driver.find(lookup)
         failed: dict[NodeId, Miss] = {}
         hits = self._sound((*result.hits, *self._own_beginnings(lookup, result)), failed)
-        stretches = self._stretches(hits)
-        wanted = [
-            (stretch.holder, anchor)
+        stretches = self._stretches(hits, lookup)
+        # Branches of one holder share anchors: each is asked for once.
+        every = {
+            (stretch.holder, anchor.anchor_id): (stretch.holder, anchor)
             for stretch in stretches
             if stretch.holder != self._me
             for anchor in stretch.anchors
-            if (stretch.holder, anchor.anchor_id) not in self._known
-        ]
+        }
+        wanted = [each for key, each in every.items() if key not in self._known]
         answers = await asyncio.gather(*(self._driver.tokens(holder, anchor) for holder, anchor in wanted))
         lost = 0.0
         for (holder, anchor), answer in zip(wanted, answers, strict=True):
@@ -102,10 +113,28 @@ class DonorFinder:
         """What this holder said of this anchor turned out wrong."""
         self._known.pop((holder, anchor_id), None)
 
-    def _lookup(self, token_ids: npt.NDArray[np.uint32]) -> Lookup:
+    def distrust(self, holder: NodeId, anchor_id: AnchorId) -> None:
+        """The guard rejected what was made of this anchor: for DISTRUST_S the holder's copy is not offered.
+
+        What is our own is still offered where chain hashes say that the prompt begins with it: there our bits are right,
+        whatever came of moving them.
+        """
+        self._rejected_at[holder, anchor_id] = self._clock()
+        self._rejected_at.move_to_end((holder, anchor_id))
+        while len(self._rejected_at) > DISTRUSTED_MAX:
+            self._rejected_at.popitem(last=False)
+
+    def _distrusted(self, hit: AnchorHit) -> bool:
+        rejected_at = self._rejected_at.get((hit.holder, hit.meta.anchor_id))
+        if rejected_at is None or self._clock() - rejected_at >= DISTRUST_S:
+            return False
+        return hit.holder != self._me or hit.prefix_tokens < hit.meta.end
+
+    def _lookup(self, token_ids: npt.NDArray[np.uint32], marks: Sequence[ContentMark]) -> Lookup:
         values, _ = fingerprints(token_ids, self._key)
+        named = np.array([mark.fingerprint for mark in marks], dtype=np.uint32)
         chains = tuple(chain_hashes(token_ids, self._key, self._spec.model_id))
-        return Lookup(model_id=self._spec.model_id, chains=chains, fingerprints=np.unique(values))
+        return Lookup(self._spec.model_id, chains, np.unique(np.concatenate((values, named))))
 
     def _own_beginnings(self, lookup: Lookup, result: LookupResult) -> list[AnchorHit]:
         """Own sequences that begin with the prompt's first block, whatever else they share with it."""
@@ -115,11 +144,13 @@ class DonorFinder:
         return [AnchorHit(anchor.meta, self._me, 0, 0) for anchor in held if anchor is not None]
 
     def _sound(self, hits: Sequence[AnchorHit], failed: dict[NodeId, Miss]) -> list[AnchorHit]:
-        """Hits whose metadata this model's KV can have; what is wrong with a peer's others goes into `failed`."""
+        """Hits that may be offered and whose metadata this model's KV can have; `failed` gets what is wrong with others."""
         sound: list[AnchorHit] = []
         for hit in hits:
             meta = hit.meta
-            if meta.kv_bytes != self._spec.layout.block_bytes(meta.tokens):
+            if self._distrusted(hit):
+                failed.setdefault(hit.holder, Miss(MissReason.RESIDUAL, "its copy was rejected a little while ago"))
+            elif meta.kv_bytes != self._spec.layout.block_bytes(meta.tokens):
                 detail = f"{meta.kv_bytes} bytes announced for {meta.tokens} tokens"
                 failed.setdefault(hit.holder, Miss(MissReason.LENGTH_MISMATCH, detail))
             elif meta.end > self._spec.context_tokens_max:
@@ -133,64 +164,55 @@ class DonorFinder:
         """What is wrong with token ids that a peer sent for an anchor."""
         if int(tokens.token_ids.max()) >= self._vocabulary_size:
             return Miss(MissReason.TOKENS_MISMATCH, "token ids outside the vocabulary")
-        # Windows that lie wholly inside the anchor select the same values whatever stands around it.
+        # Windows that lie wholly inside the anchor select the same values whatever stands around it. It may have others:
+        # of windows that reach over its borders, and names of contents.
         values, _ = fingerprints(tokens.token_ids, self._key)
         if not np.isin(values, np.frombuffer(anchor.fingerprints, "<u4")).all():
             return Miss(MissReason.TOKENS_MISMATCH, "token ids are not those that the anchor was announced with")
         return None
 
-    def _stretches(self, hits: Sequence[AnchorHit]) -> list[_Stretch]:
-        """Own sequences first, then peers' best first, without sequences that add nothing to those before."""
-        groups: OrderedDict[tuple[NodeId, SequenceId], list[AnchorHit]] = OrderedDict()
-        for hit in hits:
-            groups.setdefault((hit.holder, hit.meta.sequence_id), []).append(hit)
-        own = [hit for hit in hits if hit.holder == self._me]
-        stretches = self._own_stretches(own)
-        # Copies of one anchor differ in their bits from holder to holder: a plan takes each from one source only.
-        taken = {anchor.anchor_id for stretch in stretches for anchor in stretch.anchors}
-        remote = 0
-        for (holder, sequence_id), group in groups.items():
-            rest = [hit for hit in group if hit.meta.anchor_id not in taken]
-            useful = any(hit.matches or hit.prefix_tokens for hit in rest)
-            if holder == self._me or not useful or remote == REMOTE_SEQUENCES_MAX:
-                continue
-            remote += 1
-            prefix_tokens = max(hit.prefix_tokens for hit in group)
-            for anchors in _without_gaps([hit.meta for hit in rest]):
-                stretches.append(_Stretch(holder, sequence_id, anchors, prefix_tokens))
-                taken |= {anchor.anchor_id for anchor in anchors}
-        return stretches
+    def _stretches(self, hits: Sequence[AnchorHit], lookup: Lookup) -> list[Stretch]:
+        """Own sequences first, then peers' best first, without what adds nothing to those before."""
+        own = self._own_stretches([hit for hit in hits if hit.holder == self._me], lookup)
+        return [*own, *choose_stretches(hits, own, lookup, self._me, REMOTE_SEQUENCES_MAX)]
 
-    def _own_stretches(self, hits: Sequence[AnchorHit]) -> list[_Stretch]:
+    def _own_stretches(self, hits: Sequence[AnchorHit], lookup: Lookup) -> list[Stretch]:
         """Chains of own anchors back to where our sequences began, one per anchor that no other hit follows.
 
-        Replicas of peers' anchors have no lineage of ours: those follow their sequence.
+        Replicas of peers' anchors have no lineage of ours: those follow their sequence, and everything follows what its
+        chain hash says stands before it.
         """
-        stretches: list[_Stretch] = []
-        found = {hit.meta.anchor_id: hit for hit in hits}
-        followed = {self._lineage.before(anchor_id) for anchor_id in found}
-        for anchor_id, hit in found.items():
-            if anchor_id in followed or not self._lineage.known(anchor_id):
-                continue
-            chain = [hit.meta]
-            while (before := self._lineage.before(chain[0].anchor_id)) is not None:
-                held = self._driver.held(before)
-                if held is None or held.meta.end != chain[0].start:
-                    break
-                chain.insert(0, held.meta)
-            stretches.append(_Stretch(self._me, hit.meta.sequence_id, tuple(chain), hit.prefix_tokens))
-        replicas: OrderedDict[SequenceId, list[AnchorHit]] = OrderedDict()
+        chains: list[tuple[AnchorMeta, ...]] = []
+        followed = {self._lineage.before(hit.meta.anchor_id) for hit in hits}
+        for hit in hits:
+            if hit.meta.anchor_id not in followed and self._lineage.known(hit.meta.anchor_id):
+                chains.append(self._own_chain(hit, known_prefix(hit, lookup)))
+        replicas: OrderedDict[SequenceId, list[AnchorMeta]] = OrderedDict()
         for hit in hits:
             if not self._lineage.known(hit.meta.anchor_id):
-                replicas.setdefault(hit.meta.sequence_id, []).append(hit)
-        for sequence_id, group in replicas.items():
-            prefix_tokens = max(hit.prefix_tokens for hit in group)
-            for anchors in _without_gaps([hit.meta for hit in group]):
-                stretches.append(_Stretch(self._me, sequence_id, anchors, prefix_tokens))
-        return stretches
+                replicas.setdefault(hit.meta.sequence_id, []).append(hit.meta)
+        for group in replicas.values():
+            chains += without_gaps(group)
+        metas = [hit.meta for hit in hits]
+        whole = [led_back(chain, metas) for chain in chains]
+        return without_repeated(
+            [Stretch(self._me, chain[-1].sequence_id, chain, prefix_of(chain, hits, lookup)) for chain in whole]
+        )
+
+    def _own_chain(self, hit: AnchorHit, prefix_tokens: int) -> tuple[AnchorMeta, ...]:
+        """An anchor of our own with what it followed when it was made, as far as that is held and trusted."""
+        chain = [hit.meta]
+        while (before := self._lineage.before(chain[0].anchor_id)) is not None:
+            held = self._driver.held(before)
+            if held is None or held.meta.end != chain[0].start:
+                break
+            if self._distrusted(AnchorHit(held.meta, self._me, 0, min(prefix_tokens, held.meta.end))):
+                break
+            chain.insert(0, held.meta)
+        return tuple(chain)
 
     def _assemble(
-        self, stretches: Sequence[_Stretch], result: LookupResult, failed: dict[NodeId, Miss], lost: float
+        self, stretches: Sequence[Stretch], result: LookupResult, failed: dict[NodeId, Miss], lost: float
     ) -> FoundDonors:
         donors: list[Donor] = []
         details: dict[tuple[NodeId, AnchorId], AnchorTokens] = {}
@@ -225,7 +247,7 @@ class DonorFinder:
         details[holder, anchor.anchor_id] = known
         return known.token_ids
 
-    def _donor(self, stretch: _Stretch, pieces: list[tuple[AnchorMeta, npt.NDArray[np.uint32]]]) -> Donor:
+    def _donor(self, stretch: Stretch, pieces: list[tuple[AnchorMeta, npt.NDArray[np.uint32]]]) -> Donor:
         anchors = tuple(anchor for anchor, _ in pieces)
         return Donor(
             holder=stretch.holder,
@@ -241,21 +263,3 @@ class DonorFinder:
         self._known[holder, anchor_id] = tokens
         while len(self._known) > TOKENS_CACHED_MAX:
             self._known.popitem(last=False)
-
-
-def _without_gaps(anchors: Sequence[AnchorMeta]) -> list[tuple[AnchorMeta, ...]]:
-    """Cut anchors of one sequence into stretches in which each begins where the one before ends.
-
-    Of anchors that overlap (a longer one published later over the same tokens), the longer is kept.
-    """
-    chosen: list[AnchorMeta] = []
-    for anchor in sorted(anchors, key=lambda a: (a.start, -a.end, a.anchor_id)):
-        if not chosen or anchor.start >= chosen[-1].end:
-            chosen.append(anchor)
-    stretches: list[list[AnchorMeta]] = []
-    for anchor in chosen:
-        if stretches and stretches[-1][-1].end == anchor.start:
-            stretches[-1].append(anchor)
-        else:
-            stretches.append([anchor])
-    return [tuple(stretch) for stretch in stretches]

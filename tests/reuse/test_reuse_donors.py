@@ -22,7 +22,8 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Miss, 
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
-from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors, _without_gaps
+from kvcomm_p2p.planning.stretches import without_gaps
+from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.lineage import LINEAGE_MAX, Lineage
 from kvcomm_p2p.reuse.publish import _stretches
 from kvcomm_p2p.reuse.pulling import Pulled, Puller
@@ -221,7 +222,7 @@ def test_own_chains_reach_back_to_where_the_sequence_began() -> None:
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 200)), max_size=12))
 def test_stretches_have_neither_gaps_nor_overlaps(places: list[tuple[int, int]]) -> None:
     anchors = [meta(i, 32 * at, 32 * at + tokens) for i, (at, tokens) in enumerate(places)]
-    stretches = _without_gaps(anchors)
+    stretches = without_gaps(anchors)
     flat = [anchor for stretch in stretches for anchor in stretch]
     assert set(flat) <= set(anchors) and len(flat) == len(set(flat))
     for stretch in stretches:
@@ -235,7 +236,7 @@ def test_stretches_have_neither_gaps_nor_overlaps(places: list[tuple[int, int]])
 
 def test_of_anchors_that_begin_together_the_longest_is_kept() -> None:
     short, long = meta(1, 0, 64), meta(2, 0, 96)
-    assert _without_gaps([short, long, meta(3, 96, 128)]) == [(long, meta(3, 96, 128))]
+    assert without_gaps([short, long, meta(3, 96, 128)]) == [(long, meta(3, 96, 128))]
 
 
 def test_lineage() -> None:
