@@ -124,9 +124,8 @@ class SimilarIndex:
         ranked = _ranked(self._tail_values[places] ^ wanted, self._tail_entries[places])
         main = self._main
         if len(main.entries):
-            slots = _from_tables(main, value, bits_max)
-            if slots is None:
-                slots = self._scan(main.values, wanted, bits_max)
+            found = _from_tables(main, value, bits_max)
+            slots = self._scan(main.values, wanted, bits_max) if found is None else found
             slots = slots[main.alive[slots]]
             ranked = np.concatenate((ranked, _ranked(main.values[slots] ^ wanted, main.entries[slots])))
         if limit is not None and 0 < limit < len(ranked):
@@ -183,7 +182,7 @@ def _main(entries: _Numbers, values: _U64) -> _Main:
     return _Main(entries, values, np.ones(count, np.bool_), starts, table_values, table_slots)
 
 
-def _from_tables(main: _Main, value: int, bits_max: int) -> npt.NDArray[np.uint32] | None:
+def _from_tables(main: _Main, value: int, bits_max: int) -> npt.NDArray[np.intp] | None:
     """Slots of all values within `bits_max` of `value`, removed ones among them, ascending; None where a scan is
     cheaper.
     """
@@ -200,7 +199,7 @@ def _from_tables(main: _Main, value: int, bits_max: int) -> npt.NDArray[np.uint3
         return None
     places = np.arange(ends[-1]) + np.repeat(firsts - ends + sizes, sizes)
     near = np.bitwise_count(main.table_values[places] ^ np.uint64(value)) <= bits_max
-    return np.unique(main.table_slots[places[near]])
+    return np.unique(main.table_slots[places[near]]).astype(np.intp)
 
 
 class _Probes(NamedTuple):
