@@ -56,10 +56,10 @@ class _Main(NamedTuple):
 class SimilarIndex:
     """Pairs (value, entry): `value` an unsigned 64-bit fingerprint, `entry` whatever number the caller knows it by.
 
-    Memory is below 100 bytes per pair plus 2 MB once there are more than TAIL_MIN, and about 150 bytes per pair below
-    that. Removed pairs keep theirs until a quarter of the main part (at least TAIL_MIN) has gone. One addition in
-    TAIL_MIN (or in a sixteenth of a larger index) merges, which takes about 0.15 s at a million pairs; everything else
-    takes microseconds.
+    Memory: 67 bytes per pair of the main part (briefly twice that while merging), about 150 per pair of the tail, and 3 MB
+    for starts and temporaries once there is a main part. Removed pairs keep theirs until a quarter of the main part (at
+    least TAIL_MIN) has gone. One addition in TAIL_MIN (or in a sixteenth of a larger index) merges, which takes about 0.15
+    s at a million pairs; every other takes microseconds.
     """
 
     def __init__(self) -> None:
