@@ -118,10 +118,11 @@ def align(
     sequence. Inputs are not changed.
 
     Found are stretches of at least 15 equal tokens wherever they stand (moved, repeated), and of 4 or more between two
-    others that follow each other in both sequences. Of several donor stretches for one prompt token, the longer wins unless
-    the other continues a chain (`covering`); then the one nearest to the shift of what is before, at last to the prompt's
-    own position. Equal stretches shorter than `piece_min` are mapped only where they are in one chain, with gaps up to
-    `gap_max`, with a longer one. Text that repeats itself endlessly is mapped in bounded time, not in the best way.
+    others that follow each other in both sequences. Of several donor stretches for one prompt token, the longer wins
+    unless the other continues a chain: to break into a chain costs 2 * piece_min tokens, also where it would only fill a
+    hole (`covering`). Then the one nearest to the shift of what is before wins, at last to the prompt's own position. Equal
+    stretches shorter than `piece_min` are mapped only where they are in one chain, with gaps up to `gap_max`, with a
+    longer one. Text that repeats itself endlessly is mapped in bounded time, not in the best way.
     The same input gives the same map everywhere. Raises ValueError for piece_min < 1, gap_max < 0 or donor_start < 0.
     """
     return Aligner(prompt_ids, piece_min=piece_min, gap_max=gap_max).align(donor_ids, donor_start=donor_start)

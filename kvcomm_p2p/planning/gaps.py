@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from rapidfuzz.distance import Levenshtein
+from rapidfuzz.distance import Indel
 
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.covering import CRUMB_TOKENS
@@ -50,10 +50,13 @@ def filled(prompt: TokenIds, donor: TokenIds, pieces: Matches) -> Matches:
 
 
 def _path(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Equal stretches of at least CRUMB_TOKENS on a shortest edit path: (position in left, position in right, length)."""
+    """Equal stretches of at least CRUMB_TOKENS on a shortest edit path: (position in left, position in right, length).
+
+    Without replacements, so that the path holds the most equal tokens: those are what a map gains.
+    """
     return [
         (code.src_start, code.dest_start, code.src_end - code.src_start)
-        for code in Levenshtein.opcodes(left, right)
+        for code in Indel.opcodes(left, right)
         if code.tag == "equal" and code.src_end - code.src_start >= CRUMB_TOKENS
     ]
 

@@ -154,7 +154,7 @@ class MatchFinder:
         before = np.append(-donor_start, (found.donor_starts - found.starts)[order])
         shifts = before[np.searchsorted(found.starts[order], at, side="right")]
         places = _followed(index, theirs, ours[left], low[left], counts[left], at, shifts, donor_start)
-        extra = grown(self._prompt, donor, *_in_short(at, places, _LONG), reach_max=_LONG)
+        extra = grown(self._prompt, donor, *_in_short(at, places, _LONG))
         return Matches(*map(np.concatenate, zip(found, extra, strict=True)))
 
 
@@ -196,14 +196,11 @@ def _followed(
     return np.array(places, dtype=np.int64)
 
 
-def grown(
-    prompt: TokenIds, donor: TokenIds, at_prompt: _I64, at_donor: _I64, *, reach_max: int | None = None
-) -> Matches:
+def grown(prompt: TokenIds, donor: TokenIds, at_prompt: _I64, at_donor: _I64) -> Matches:
     """Seeds of SEED_TOKENS tokens, at prompt positions that are multiples of it, grown to maximal matches, each once.
 
     Pairs whose tokens differ (collisions) are dropped. A seed grows only to the next one on its diagonal, where both
-    become one, so nothing is compared twice. `reach_max`: the last and the first on a diagonal grow by this many tokens at
-    most (where many diagonals are equal for long, as in padding, that bounds the time).
+    become one, so nothing is compared twice.
     """
     offsets = np.arange(SEED_TOKENS)
     same = (prompt[at_prompt[:, None] + offsets] == donor[at_donor[:, None] + offsets]).all(axis=1)
@@ -218,15 +215,11 @@ def grown(
         return Matches(starts, starts, starts)
     follows = np.append(shifts[1:] == shifts[:-1], False)
     room = np.minimum(len(prompt) - ends, len(donor) - ends - shifts)
-    ahead = np.where(
-        follows, np.append(starts[1:], 0) - ends, room if reach_max is None else np.minimum(room, reach_max)
-    )
+    ahead = np.where(follows, np.append(starts[1:], 0) - ends, room)
     forward = equal_ahead(prompt, donor, ends, ends + shifts, ahead)
     joined = follows & (forward == ahead)
     leads = np.flatnonzero(~np.append(False, joined[:-1]))
     behind = np.minimum(starts, starts + shifts)[leads]
-    if reach_max is not None:
-        behind = np.minimum(behind, reach_max)
     backward = equal_ahead(
         prompt[::-1], donor[::-1], len(prompt) - starts[leads], len(donor) - (starts + shifts)[leads], behind
     )
