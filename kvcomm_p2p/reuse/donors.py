@@ -17,7 +17,6 @@ from kvcomm_p2p.planning.chains import chain_hashes
 from kvcomm_p2p.planning.stretches import (
     Stretch,
     choose_stretches,
-    known_prefix,
     led_back,
     prefix_of,
     without_gaps,
@@ -124,11 +123,11 @@ class DonorFinder:
         while len(self._rejected_at) > DISTRUSTED_MAX:
             self._rejected_at.popitem(last=False)
 
-    def _distrusted(self, hit: AnchorHit) -> bool:
-        rejected_at = self._rejected_at.get((hit.holder, hit.meta.anchor_id))
+    def _distrusted(self, holder: NodeId, anchor: AnchorMeta, prefix_tokens: int) -> bool:
+        rejected_at = self._rejected_at.get((holder, anchor.anchor_id))
         if rejected_at is None or self._clock() - rejected_at >= DISTRUST_S:
             return False
-        return hit.holder != self._me or hit.prefix_tokens < hit.meta.end
+        return holder != self._me or prefix_tokens < anchor.end
 
     def _lookup(self, token_ids: npt.NDArray[np.uint32], marks: Sequence[ContentMark]) -> Lookup:
         values, _ = fingerprints(token_ids, self._key)
@@ -148,7 +147,7 @@ class DonorFinder:
         sound: list[AnchorHit] = []
         for hit in hits:
             meta = hit.meta
-            if self._distrusted(hit):
+            if self._distrusted(hit.holder, meta, hit.prefix_tokens):
                 failed.setdefault(hit.holder, Miss(MissReason.RESIDUAL, "its copy was rejected a little while ago"))
             elif meta.kv_bytes != self._spec.layout.block_bytes(meta.tokens):
                 detail = f"{meta.kv_bytes} bytes announced for {meta.tokens} tokens"
@@ -186,7 +185,7 @@ class DonorFinder:
         followed = {self._lineage.before(hit.meta.anchor_id) for hit in hits}
         for hit in hits:
             if hit.meta.anchor_id not in followed and self._lineage.known(hit.meta.anchor_id):
-                chains.append(self._own_chain(hit, known_prefix(hit, lookup)))
+                chains.append(self._own_chain(hit.meta, hits, lookup))
         replicas: OrderedDict[SequenceId, list[AnchorMeta]] = OrderedDict()
         for hit in hits:
             if not self._lineage.known(hit.meta.anchor_id):
@@ -199,17 +198,19 @@ class DonorFinder:
             [Stretch(self._me, chain[-1].sequence_id, chain, prefix_of(chain, hits, lookup)) for chain in whole]
         )
 
-    def _own_chain(self, hit: AnchorHit, prefix_tokens: int) -> tuple[AnchorMeta, ...]:
-        """An anchor of our own with what it followed when it was made, as far as that is held and trusted."""
-        chain = [hit.meta]
+    def _own_chain(self, last: AnchorMeta, hits: Sequence[AnchorHit], lookup: Lookup) -> tuple[AnchorMeta, ...]:
+        """An anchor of our own behind what it followed when it was made, as far as that is held and not distrusted."""
+        chain = [last]
         while (before := self._lineage.before(chain[0].anchor_id)) is not None:
             held = self._driver.held(before)
             if held is None or held.meta.end != chain[0].start:
                 break
-            if self._distrusted(AnchorHit(held.meta, self._me, 0, min(prefix_tokens, held.meta.end))):
-                break
             chain.insert(0, held.meta)
-        return tuple(chain)
+        prefix_tokens = prefix_of(chain, hits, lookup)
+        first = max(
+            (i + 1 for i, meta in enumerate(chain[:-1]) if self._distrusted(self._me, meta, prefix_tokens)), default=0
+        )
+        return tuple(chain[first:])
 
     def _assemble(
         self, stretches: Sequence[Stretch], result: LookupResult, failed: dict[NodeId, Miss], lost: float

@@ -16,14 +16,16 @@ from reuse_cases import LAYOUT, donor, meta, plan_of
 
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import FetchResult, TokensResult
+from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.segments import cut_anchors
+from kvcomm_p2p.planning.stretches import without_gaps
 from kvcomm_p2p.planning.types import Costs, Plan, Span, SpanKind
-from kvcomm_p2p.planning.winnow import fingerprints
+from kvcomm_p2p.planning.winnow import content_marks, fingerprints
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
-from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
-from kvcomm_p2p.planning.stretches import without_gaps
-from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
+from kvcomm_p2p.reuse.donors import DISTRUST_S, DISTRUSTED_MAX, DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.lineage import LINEAGE_MAX, Lineage
 from kvcomm_p2p.reuse.publish import _stretches
 from kvcomm_p2p.reuse.pulling import Pulled, Puller
@@ -48,8 +50,10 @@ class FakeDriver:
         self.touched: list[AnchorId] = []
         self.lost_s = 0.0
         self.fetching: Callable[[NodeId, Sequence[Any]], Any] | None = None
+        self.lookups: list[Lookup] = []
 
     def find(self, lookup: Lookup) -> LookupResult:
+        self.lookups.append(lookup)
         return LookupResult(tuple(self.hits), self.miss)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
@@ -79,9 +83,9 @@ def with_fingerprints(anchor: AnchorMeta, salt: int = 0) -> AnchorMeta:
     return replace(anchor, fingerprints=np.unique(values).astype("<u4").tobytes())
 
 
-def finder(driver: FakeDriver, lineage: Lineage | None = None) -> DonorFinder:
+def finder(driver: FakeDriver, lineage: Lineage | None = None, **more: Any) -> DonorFinder:
     fake: Any = driver
-    return DonorFinder(fake, lineage or Lineage(), me=ME, spec=SPEC, vocabulary_size=200, content_key=KEY)
+    return DonorFinder(fake, lineage or Lineage(), me=ME, spec=SPEC, vocabulary_size=200, content_key=KEY, **more)
 
 
 def offer(driver: FakeDriver, holder: NodeId, anchor: AnchorMeta, *, prefix: int = 0, salt: int = 0) -> None:
@@ -213,6 +217,144 @@ def test_own_chains_reach_back_to_where_the_sequence_began() -> None:
     del driver.pool[chain[1].anchor_id]
     found = find(driver, lineage)
     assert [(d.start, d.end) for d in found.donors] == [(128, 190)]
+
+
+CHAIN = ChainHash(b"c" * 16)
+
+
+def branch(driver: FakeDriver, holder: NodeId) -> list[AnchorMeta]:
+    """What a holder has of two sequences with the same beginning: that, under the first one's name, and both tails."""
+    beginning = with_fingerprints(meta(1, 0, 128, sequence=1, chain_end=CHAIN))
+    tails = [with_fingerprints(meta(n, 128, end, sequence=n - 1, chain_start=CHAIN)) for n, end in ((2, 200), (3, 230))]
+    offer(driver, holder, beginning, prefix=128)
+    for tail in tails:
+        offer(driver, holder, tail)
+    return [beginning, *tails]
+
+
+def test_branches_reach_back_to_where_they_began_and_are_asked_for_once() -> None:
+    driver = FakeDriver()
+    anchors = branch(driver, ANN)
+    found = find(driver)
+    assert sorted((d.start, d.end, d.same_prefix_until) for d in found.donors) == [(0, 200, 128), (0, 230, 128)]
+    for one in found.donors:
+        assert (one.token_ids == ids_of(0, one.end)).all()
+    assert sorted(driver.asked) == sorted((ANN, anchor.anchor_id) for anchor in anchors)
+
+
+def test_branches_of_our_own_do_too_also_where_we_only_hold_replicas() -> None:
+    driver, lineage = FakeDriver(), Lineage()
+    beginning, first, second = branch(driver, ME)
+    lineage.add([beginning, first], b"")
+    for anchor in (beginning, first, second):
+        driver.pool[anchor.anchor_id] = HeldAnchor(anchor, ids_of(anchor.start, anchor.end), (), ())
+    found = find(driver, lineage)
+    assert [(d.start, d.end, d.local) for d in found.donors] == [(0, 200, True), (0, 230, True)]
+
+
+def test_a_tail_behind_the_prompts_own_beginning_is_exact_whoever_holds_it() -> None:
+    driver = FakeDriver()
+    prompt = ids_of(0, 300)
+    chain = chain_hashes(prompt, KEY, SPEC.model_id)[3]
+    offer(driver, BOB, with_fingerprints(meta(2, 128, 230, chain_start=chain)))
+    offer(driver, ANN, with_fingerprints(meta(3, 128, 200, chain_start=CHAIN)))
+    found = find(driver)
+    assert {d.holder: d.same_prefix_until for d in found.donors} == {BOB: 128, ANN: 0}
+
+
+def test_names_of_short_contents_are_looked_up_with_the_fingerprints() -> None:
+    driver = FakeDriver()
+    prompt = ids_of(0, 300)
+    marks = content_marks(prompt, [(10, 30)], KEY)
+    asyncio.run(finder(driver).find(prompt, marks))
+    asyncio.run(finder(driver).find(prompt))
+    named, plain = (set(lookup.fingerprints.tolist()) for lookup in driver.lookups)
+    assert plain == set(fingerprints(prompt, KEY)[0].tolist())
+    assert named == plain | {mark.fingerprint for mark in marks}
+    assert (np.diff(driver.lookups[0].fingerprints.astype(np.int64)) > 0).all()
+
+
+def test_anchors_with_names_of_contents_are_no_contradiction() -> None:
+    tokens = ids_of(0, 300)
+    anchors = cut_anchors(
+        tokens,
+        hops=((0, 0),),
+        visibility=(),
+        model_id=SPEC.model_id,
+        layout=LAYOUT,
+        key=KEY,
+        marks=content_marks(tokens, [(3, 40), (100, 160)], KEY),
+    )
+    for anchor, ids in anchors:
+        assert finder(FakeDriver())._contradiction(anchor, AnchorTokens(anchor, ANN, ids, ())) is None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_rejected_copy_is_not_offered_for_a_while_another_holders_is() -> None:
+    driver, clock = FakeDriver(), Clock()
+    anchor = with_fingerprints(meta(1, 0, 128))
+    for holder in (ANN, BOB):
+        offer(driver, holder, anchor)
+
+    async def run() -> None:
+        searching = finder(driver, clock=clock)
+        searching.distrust(ANN, anchor.anchor_id)
+        found = await searching.find(ids_of(0, 300))
+        assert [d.holder for d in found.donors] == [BOB]
+        assert reasons(found) == [(ANN, MissReason.RESIDUAL)]
+        searching.distrust(BOB, anchor.anchor_id)
+        assert (await searching.find(ids_of(0, 300))).donors == ()
+        clock.now = DISTRUST_S
+        assert [d.holder for d in (await searching.find(ids_of(0, 300))).donors] == [ANN]
+
+    asyncio.run(run())
+
+
+def test_only_so_many_rejections_are_remembered() -> None:
+    driver, clock = FakeDriver(), Clock()
+    anchor = with_fingerprints(meta(1, 0, 128))
+    offer(driver, ANN, anchor)
+
+    async def run() -> None:
+        searching = finder(driver, clock=clock)
+        searching.distrust(ANN, anchor.anchor_id)
+        for number in range(DISTRUSTED_MAX - 1):
+            searching.distrust(BOB, meta(10 + number, 0, 32).anchor_id)
+        assert (await searching.find(ids_of(0, 300))).donors == ()
+        searching.distrust(BOB, meta(9, 0, 32).anchor_id)
+        assert len((await searching.find(ids_of(0, 300))).donors) == 1
+
+    asyncio.run(run())
+
+
+def test_our_own_rejected_copies_stay_for_prompts_that_begin_with_them() -> None:
+    driver, lineage = FakeDriver(), Lineage()
+    chain = [
+        with_fingerprints(meta(1, 0, 64)),
+        with_fingerprints(meta(2, 64, 128)),
+        with_fingerprints(meta(3, 128, 190)),
+    ]
+    lineage.add(chain, b"")
+    for anchor in chain:
+        driver.pool[anchor.anchor_id] = HeldAnchor(anchor, ids_of(anchor.start, anchor.end), (), ())
+
+    def donors_with(prefix: int) -> list[tuple[int, int]]:
+        driver.hits = [AnchorHit(chain[1], ME, 1, prefix), AnchorHit(chain[2], ME, 1, 0)]
+        searching = finder(driver, lineage)
+        searching.distrust(ME, chain[0].anchor_id)
+        searching.distrust(ME, chain[1].anchor_id)
+        return [(d.start, d.end) for d in asyncio.run(searching.find(ids_of(0, 300))).donors]
+
+    assert donors_with(0) == [(128, 190)]
+    driver.hits = []
+    assert donors_with(128) == [(0, 190)]
 
 
 # ------------------------------------------------------------------------------------------------------- gaps and lineage
