@@ -83,9 +83,9 @@ class ModelRunner:
         """Appends `token_ids` to a cache that holds `start` tokens; returns the next-token logits [V] after the last
         one.
 
-        Mutates the cache. With `cancelled`, a long prefill runs in chunks and raises `CancelledByCaller` between two of
-        them when it returns True (the cache then holds whole chunks). Raises `UsageError` for no tokens, or a cache of
-        another length.
+        Mutates the cache. With `cancelled`, a long prefill into a `KVCache` runs in chunks and raises `CancelledByCaller`
+        between two of them when it returns True (the cache then holds whole chunks). Raises `UsageError` for no tokens,
+        or a cache of another length.
         """
         ids = self._call.as_ids(token_ids)
         if ids.shape[0] == 0:
@@ -94,8 +94,12 @@ class ModelRunner:
             raise UsageError(f"the cache holds {cache.length} tokens, but prefill was asked to start at {start}")
         self._check_context(start + ids.shape[0])
         cache.reserve(start + ids.shape[0])
-        # Chunks of equal length: a short last one would read all weights for few tokens.
-        chunks = 1 if cancelled is None else max(1, round(ids.shape[0] / PREFILL_CHUNK_TOKENS))
+        # Chunks of equal length: a short last one would read all weights for few tokens. Running states are made in one
+        # forward and continued token by token: transformers begins some of them (Jamba's) anew for longer pieces.
+        whole = cancelled is None or isinstance(cache, OpaqueCache)
+        chunks = 1 if whole else max(1, round(ids.shape[0] / PREFILL_CHUNK_TOKENS))
+        if start and isinstance(cache, OpaqueCache):
+            chunks = ids.shape[0]
         step = -(-ids.shape[0] // chunks)
         logits: torch.Tensor | None = None
         for begin in range(0, ids.shape[0], step):
@@ -122,8 +126,8 @@ class ModelRunner:
 
         The slab must hold valid keys and values in all other rows of [0, T) (`reserve` it and write them there;
         `length` does not matter). Overwrites the rows at `positions`, leaves all others to `repair` (without one, alone),
-        sets `cache.length` to T and returns the next-token logits [V]. Raises `UsageError` when positions are unordered, out of range or do not
-        end at T - 1, or when this model's KV cannot be exchanged.
+        sets `cache.length` to T and returns the next-token logits [V]. Raises `UsageError` when positions are unordered,
+        out of range or do not end at T - 1, or when this model's KV cannot be exchanged.
         """
         if self.spec.share_refusal:
             raise UsageError(f"{self.spec.name} cannot recompute single positions: {self.spec.share_refusal}")
