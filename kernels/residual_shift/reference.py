@@ -1,8 +1,8 @@
 """Plain torch: the definition that the Triton twin is tested against, and what runs on CPUs, so it is written to be
 fast.
 
-Nothing is made that is as large as the keys unless dtypes force it: both halves of the rotated dims are added to in
-place, with the angles and the (often single) correction broadcast.
+Nothing is made that is as large as the keys unless dtypes force it or rows are corrected one by one: angles and a single
+correction are broadcast into two fused additions over whole rows.
 """
 
 from __future__ import annotations
@@ -46,42 +46,30 @@ def _add(
 ) -> None:
     # Mixed and half dtypes are added in float32 and rounded once.
     values.add_(shift_values)
-    rotated = 2 * cos.shape[-1]
+    rotated = cos.shape[-1]
     if rotated < keys.shape[3]:
         keys[..., rotated:].add_(shift_keys[..., rotated:])
+        keys, shift_keys = keys[..., :rotated], shift_keys[..., :rotated]
     if rotated == 0:
         return
+    if cos.ndim == 3:
+        cos, sin = cos[:, None], sin[:, None]
     if shift_keys.shape[2] == 1 and keys.dtype == torch.float32:
-        _turn_and_add(keys, shift_keys.float(), _with_heads(cos), _with_heads(sin), interleaved)
+        shift = shift_keys.float()
+        keys.addcmul_(shift, cos).addcmul_(_swap_pairs(shift, interleaved), sin)
         return
     layer_bytes = max(1, keys[0].numel() * 4)
     group = max(1, _GROUP_BYTES // layer_bytes)
     for first in range(0, keys.shape[0], group):
-        target, shift = keys[first : first + group, ..., :rotated], shift_keys[first : first + group].float()
-        wide = target if target.dtype == torch.float32 else target.float()
-        c, s = (_with_heads(table if table.ndim == 2 else table[first : first + group]) for table in (cos, sin))
-        _turn_and_add(wide, shift, c, s, interleaved)
-        if wide is not target:
-            target.copy_(wide)
+        target, shift = keys[first : first + group], shift_keys[first : first + group].float()
+        c, s = (cos, sin) if cos.ndim == 2 else (cos[first : first + group], sin[first : first + group])
+        turned = torch.mul(shift, c).addcmul_(_swap_pairs(shift, interleaved), s)
+        target.add_(turned)
 
 
-def _turn_and_add(
-    keys: torch.Tensor, shift: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> None:
-    """float32 keys [L, H, T, >= R] += float32 shift [L, H, M, >= R] turned by the angles."""
-    first, second = _pairs(keys, cos.shape[-1], interleaved)
-    a, b = _pairs(shift, cos.shape[-1], interleaved)
-    first.addcmul_(a, cos).addcmul_(b, sin, value=-1)
-    second.addcmul_(b, cos).addcmul_(a, sin)
-
-
-def _with_heads(table: torch.Tensor) -> torch.Tensor:
-    """Angles [T, R/2] or [L, T, R/2], to be broadcast over heads."""
-    return table if table.ndim == 2 else table[:, None]
-
-
-def _pairs(tensor: torch.Tensor, half: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the first and of the second dims of all pairs."""
+def _swap_pairs(shift: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """A copy in which every dim holds its partner's value."""
+    half = shift.shape[-1] // 2
     if interleaved:
-        return tensor[..., 0 : 2 * half : 2], tensor[..., 1 : 2 * half : 2]
-    return tensor[..., :half], tensor[..., half : 2 * half]
+        return shift.reshape(*shift.shape[:-1], half, 2).flip(-1).flatten(-2)
+    return torch.cat((shift[..., half:], shift[..., :half]), -1)

@@ -3,7 +3,6 @@
 Grid: (blocks of rows, L * H). A program adds to BLOCK_T rows of one layer and head. Angles come in as float32 tables
 made in float64 on the host, one per layer where layers rotate differently. All addresses are int64: L * H * T * D
 passes 2^31 for long prompts of large models.
-made in float64 on the host, one per layer where layers rotate differently. All addresses are int64: L * H * T * D passes 2^31 for long prompts of large models.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ def residual_shift(
 ) -> None:
     """See the contract in `kvcomm_p2p.kernels.residual_shift`; arguments are already checked and not empty."""
     layers, heads, rows, key_dim = keys.shape
-    half = cos.shape[-1]
-    cos, sin = cos.contiguous(), sin.contiguous()
+    half = cos.shape[-1] // 2
     grid = (triton.cdiv(rows, BLOCK_ROWS), layers * heads)
     residual_shift_kernel[grid](
         keys, values, shift_keys, shift_values, cos, sin,
         skip.contiguous() if skip is not None else cos,
         rows, heads,
-        rows * half if cos.ndim == 3 else 0,
+        2 * rows * half if cos.ndim == 3 else 0,
         *keys.stride(), *values.stride(), *shift_keys.stride(), *shift_values.stride(),
         HALF=half,
         KEY_DIM=key_dim,
@@ -80,7 +78,8 @@ def residual_shift_kernel(  # type: ignore[no-untyped-def]
         else:
             first, second = pair, pair + HALF
         mask = chosen[:, None] & (pair < HALF)[None, :]
-        angle = layer * angle_l + row[:, None] * HALF + pair[None, :]
+        # Both dims of a pair have one angle; sin has its sign at the second.
+        angle = layer * angle_l + row[:, None] * (2 * HALF) + second[None, :]
         c = tl.load(cos + angle, mask=mask, other=1.0)
         s = tl.load(sin + angle, mask=mask, other=0.0)
         a = tl.load(shift_row + first[None, :] * sk_d, mask=mask, other=0.0).to(tl.float32)

@@ -58,7 +58,7 @@ def run(twin: str, keys: torch.Tensor, values: torch.Tensor, shift_keys: torch.T
     """Runs on copies in poisoned slabs, checks that nothing around them was touched and that no poison was read."""
     (key_slab, key_view), (value_slab, value_view) = poisoned(keys), poisoned(values)
     shifts = poisoned(shift_keys)[1], poisoned(shift_values)[1]
-    cos, sin = row_angles(positions, inv_freq)
+    cos, sin = row_angles(positions, inv_freq, interleaved)
     residual_shift(key_view, value_view, *shifts, cos, sin, interleaved, skip, twin)
     results = key_view.clone(), value_view.clone()
     assert all(bool(result.isfinite().all()) for result in results)
@@ -163,19 +163,19 @@ def test_turning_back_undoes_turning(start: int, interleaved: bool, rotated: int
     residual, nothing = numbers(start, rows, 8), torch.zeros(2, 3, rows, 6)
     common, back = torch.zeros(2, 3, rows, 8), torch.zeros(2, 3, rows, 8)
     inv_freq = frequencies(rotated)
-    cos, sin = row_angles(positions, inv_freq)
+    cos, sin = row_angles(positions, inv_freq, interleaved)
     residual_shift(common, nothing, residual, nothing.clone(), cos, -sin, interleaved)
     residual_shift(back, nothing, common, nothing.clone(), cos, sin, interleaved)
     torch.testing.assert_close(back, residual, rtol=1e-5, atol=1e-5)
-    assert torch.equal(row_angles(-positions, inv_freq)[1], -sin)
+    assert torch.equal(row_angles(-positions, inv_freq, interleaved)[1], -sin)
 
 
 def test_angles_are_made_in_float64() -> None:
     positions = torch.tensor([1_000_003])
-    cos, sin = row_angles(positions, frequencies(8))
+    cos, sin = row_angles(positions, frequencies(8), False)
     exact = positions.double()[:, None] * frequencies(8)
-    torch.testing.assert_close(cos.double(), exact.cos(), rtol=0, atol=1e-7)
-    torch.testing.assert_close(sin.double(), exact.sin(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(cos.double(), exact.cos().repeat(1, 2), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin.double(), torch.cat((-exact.sin(), exact.sin()), 1), rtol=0, atol=1e-7)
     assert not torch.allclose((exact.half().double()).cos(), exact.cos(), atol=1e-2)
 
 
@@ -199,10 +199,12 @@ def test_many_layers_are_worked_on_in_groups() -> None:
         ({"shift_keys": torch.zeros(2, 3, 4, 8)}, "shift_values dim M is 1, that of shift_keys 4"),
         ({"shift_keys": torch.zeros(2, 3, 1, 7)}, "shift_keys dim D is 7"),
         ({"shift_values": torch.zeros(1, 3, 1, 6)}, "shift_values dims L, H"),
-        ({"cos": torch.zeros(3, 4)}, r"cos must be float32 \[T = 4"),
+        ({"cos": torch.zeros(3, 8)}, r"cos must be float32 \[T = 4"),
         ({"sin": torch.zeros(4, 3)}, r"sin must be float32 \[T = 4"),
-        ({"cos": torch.zeros(3, 4, 4), "sin": torch.zeros(3, 4, 4)}, r"cos must be float32 \[T = 4"),
-        ({"cos": torch.zeros(4, 5), "sin": torch.zeros(4, 5)}, "cos rotates R = 10 dims, but dim Dk is 8"),
+        ({"cos": torch.zeros(3, 4, 8), "sin": torch.zeros(3, 4, 8)}, r"cos must be float32 \[T = 4"),
+        ({"cos": torch.zeros(4, 10), "sin": torch.zeros(4, 10)}, "cos rotates R = 10 dims"),
+        ({"cos": torch.zeros(4, 5), "sin": torch.zeros(4, 5)}, "must be even"),
+        ({"cos": torch.zeros(8, 4).T, "sin": torch.zeros(4, 8)}, "cos must be contiguous"),
         ({"skip": torch.zeros(4)}, r"skip must be bool \[T = 4\]"),
         ({"skip": torch.zeros(3, dtype=torch.bool)}, r"skip must be bool \[T = 4\]"),
         ({"backend": "cuda"}, "backend must be"),
@@ -211,7 +213,7 @@ def test_many_layers_are_worked_on_in_groups() -> None:
 def test_wrong_arguments_name_what_is_wrong(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
         "keys": torch.zeros(2, 3, 4, 8), "values": torch.zeros(2, 3, 4, 6), "shift_keys": torch.zeros(2, 3, 1, 8),
-        "shift_values": torch.zeros(2, 3, 1, 6), "cos": torch.zeros(4, 4), "sin": torch.zeros(4, 4), "interleaved": False,
+        "shift_values": torch.zeros(2, 3, 1, 6), "cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8), "interleaved": False,
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         residual_shift(**(arguments | change))  # type: ignore[arg-type]
@@ -219,9 +221,9 @@ def test_wrong_arguments_name_what_is_wrong(change: dict[str, object], message: 
 
 def test_angles_of_wrong_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="positions must be int64"):
-        row_angles(torch.zeros(3), frequencies(8))
+        row_angles(torch.zeros(3), frequencies(8), False)
     with pytest.raises(ValueError, match="inv_freq must be float64"):
-        row_angles(torch.arange(3), frequencies(8).float())
+        row_angles(torch.arange(3), frequencies(8).float(), False)
 
 
 _COMPILE = """
