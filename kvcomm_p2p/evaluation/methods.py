@@ -1,0 +1,265 @@
+"""Ways to fill a prompt from copies computed elsewhere, side by side at equal cost: ours, others' rules, and controls that
+must come out worse.
+
+Cost is the share of the reusable tokens that is recomputed through all layers. Others' rules are our implementations of
+what their papers describe, on the same aligned KV, so that only the rule differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcomm_p2p.evaluation.cases import Case
+from kvcomm_p2p.evaluation.metrics import Divergence, diverge_at_once
+from kvcomm_p2p.model.cache import KVCache, LayerRepair
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.model.spec import Profile, RotaryGeometry
+from kvcomm_p2p.planning.candidates import Candidate, head_tokens
+from kvcomm_p2p.planning.divergence import Symptoms
+from kvcomm_p2p.planning.repairs import choose_repairs
+from kvcomm_p2p.planning.spans import recompute_positions
+from kvcomm_p2p.planning.types import Costs, Mode, Plan, Repair, ReuseRules, RunChoice, Span, SpanKind
+from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
+from kvcomm_p2p.reuse.align import align_span
+from kvcomm_p2p.reuse.correctors import ProbeShift, ShiftRun, kvcomm_average, nearest_tokens
+from kvcomm_p2p.reuse.deviations import Deviation, observe
+from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
+from kvcomm_p2p.reuse.shifting import plan_shift
+
+Rows = npt.NDArray[np.int64]
+
+COSTS_EVEN = Costs(1e-3, 1e-2, 1e-9, 1e-4, 1e12, 1e12, 1)
+"""Every recomputed token costs the same: budgets are compared in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One prompt filled one way. `cost`: recomputed share of the reusable tokens; `symptoms`: what the guard sees, where
+    there is anything to see."""
+
+    divergence: Divergence
+    cost: float
+    symptoms: Symptoms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How one method fills a case: `rows` of runs to recompute, what corrects the others, and in which way KV is aligned."""
+
+    rows: Rows
+    repair: LayerRepair | None = None
+    correct: Callable[[torch.Tensor, torch.Tensor, int], object] | None = None
+    rotate: bool = True
+    wrong_blocks: bool = False
+
+
+class Laboratory:
+    """Fills cases; keeps deviations of earlier cases for the methods that need a memory."""
+
+    MEMORY_MAX = 12
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._memory: list[Deviation] = []
+
+    def compare(self, case: Case, filling: Filling) -> Outcome:
+        """Fills in a new cache and compares with the case's full prefill."""
+        cache = self.aligned(case, rotate=filling.rotate, wrong_blocks=filling.wrong_blocks)
+        if filling.correct is not None:
+            for run in case.runs:
+                for piece in run.pieces:
+                    rows = slice(piece.prompt_start, piece.prompt_end)
+                    filling.correct(cache.keys[:, 0, :, rows], cache.values[:, 0, :, rows], piece.prompt_start)
+        positions = np.union1d(np.flatnonzero(~case.reusable), filling.rows).astype(np.int64)
+        logits = self._runner.recompute(case.token_ids.astype(np.int64), positions, cache, repair=filling.repair)
+        inside = int(case.reusable[positions].sum())
+        divergence = diverge_at_once(self._runner, case.full, cache, logits)
+        return Outcome(divergence, inside / max(1, int(case.reusable.sum())))
+
+    def planned(self, case: Case, rules: ReuseRules) -> Outcome:
+        """As the engine does it: repairs by provenance from measured rules, its guard watching."""
+        return self.carried_out(
+            case, plan_of(case, choose_repairs(case.runs, rules, COSTS_EVEN, len(case.token_ids)), rules)
+        )
+
+    @property
+    def profile(self) -> Profile | None:
+        """The model's."""
+        return self._runner.spec.profile
+
+    def carried_out(self, case: Case, plan: Plan, *, wrong_blocks: bool = False) -> Outcome:
+        """Any plan over the case's runs."""
+        cache = self.aligned(case, wrong_blocks=wrong_blocks)
+        positions = recompute_positions(plan)
+        shift = plan_shift(plan, self._runner.spec.rotary)
+        watch = RepairWatch(plan, 0, self._runner.spec.layout.layers, shift)
+        logits = self._runner.recompute(case.token_ids.astype(np.int64), positions, cache, repair=watch)
+        seen = symptoms(plan, watch.deviations(), {} if shift is None else shift.left(), logits)
+        cost = int(case.reusable[positions].sum()) / max(1, int(case.reusable.sum()))
+        return Outcome(diverge_at_once(self._runner, case.full, cache, logits), cost, seen)
+
+    def noise(self, case: Case) -> Outcome:
+        """Full prefill in two halves: what rounding alone does."""
+        cache = self._empty(case)
+        ids = case.token_ids.astype(np.int64)
+        half = len(ids) // 2
+        self._runner.prefill(ids[:half], cache, 0)
+        logits = self._runner.prefill(ids[half:], cache, half)
+        return Outcome(diverge_at_once(self._runner, case.full, cache, logits), 1.0)
+
+    def methods(self, case: Case, share: float, seed: int) -> dict[str, Filling]:
+        """All that can be compared at recomputing `share` of the reusable tokens (what costs nothing: at any share)."""
+        rotary = self._runner.spec.rotary
+        budget = round(share * int(case.reusable.sum()))
+        nothing = np.empty(0, np.int64)
+        found = {
+            "rotation only": Filling(nothing),
+            "control: no rotation": Filling(nothing, rotate=False),
+            "control: wrong blocks": Filling(nothing, wrong_blocks=True),
+        }
+        if budget:
+            inside = np.flatnonzero(case.reusable)
+            found |= {
+                "first tokens": Filling(_heads(case, share)),
+                "first and last tokens": Filling(_ends(case, share)),
+                "CacheBlend's rule (keys)": Filling(largest(self.deviation(case, layer=1, values=False), budget)),
+                "random tokens": Filling(np.sort(np.random.default_rng(seed).choice(inside, budget, replace=False))),
+                "oracle: largest true deviation": Filling(largest(self.deviation(case), budget)),
+            }
+            for head in (16, 32):
+                rows, repair = _probed(case, head, share, rotary)
+                found[f"first {head} and probes"] = Filling(rows)
+                found[f"first {head}, probes and shift"] = Filling(rows, repair)
+        if len(self._memory) >= 4:
+            memory = list(self._memory)
+            found["KVCOMM's anchors"] = Filling(
+                nothing, correct=lambda keys, values, start: kvcomm_average(keys, values, start, memory, rotary)
+            )
+            found["nearest tokens' deviations"] = Filling(
+                nothing, correct=lambda keys, values, start: nearest_tokens(keys, values, start, memory, rotary)
+            )
+        return found
+
+    def remember(self, case: Case) -> None:
+        """Keep the case's true deviations for later cases, as a node keeps them of prompts that it prefilled in full."""
+        cache, spec = self.aligned(case), self._runner.spec
+        for run in case.runs:
+            for piece in run.pieces:
+                rows = slice(piece.prompt_start, piece.prompt_end)
+                self._memory.append(
+                    observe(
+                        (cache.keys[:, 0, :, rows], cache.values[:, 0, :, rows]),
+                        (case.cache.keys[:, 0, :, rows], case.cache.values[:, 0, :, rows]),
+                        piece.prompt_start,
+                        spec.rotary,
+                        model_id=spec.model_id,
+                        edge=b"",
+                        visibility=Visibility.PUBLIC,
+                    )
+                )
+        del self._memory[: -self.MEMORY_MAX]
+
+    def deviation(self, case: Case, layer: int | None = None, values: bool = True) -> npt.NDArray[np.float64]:
+        """Relative L2 difference of aligned from true KV per token [T], mean over layers >= 1 (or of one); -1 outside runs.
+
+        Of layer 1's keys it is what CacheBlend selects by: layer 0 is context-free, so computing layers 0 and 1 for all
+        tokens gives layer 1's true keys.
+        """
+        cache, tokens = self.aligned(case), len(case.token_ids)
+        layers = slice(1, None) if layer is None else slice(layer, layer + 1)
+        parts = []
+        pairs = [(cache.keys, case.cache.keys), (cache.values, case.cache.values)]
+        for aligned, true in pairs if values else pairs[:1]:
+            right = true[layers, 0, :, :tokens]
+            error = (aligned[layers, 0, :, :tokens] - right).pow(2).sum(dim=(1, 3)).sqrt()
+            parts.append((error / right.pow(2).sum(dim=(1, 3)).sqrt().clamp_min(1e-6)).mean(dim=0))
+        found = torch.stack(parts).mean(dim=0).double().numpy()
+        return np.where(case.reusable, found, -1.0)
+
+    def aligned(self, case: Case, *, rotate: bool = True, wrong_blocks: bool = False) -> KVCache:
+        """A new cache whose rows of runs hold the copies' KV; all others are undefined."""
+        cache = self._empty(case)
+        for run in case.runs:
+            blocks = case.blocks_of(run.donor)
+            for span in run.whole():
+                chosen = _shuffled(blocks) if wrong_blocks else blocks
+                align_span(cache, span, chosen, self._runner.spec.rotary if rotate else None)
+        return cache
+
+    def _empty(self, case: Case) -> KVCache:
+        cache = self._runner.new_cache(len(case.token_ids))
+        assert isinstance(cache, KVCache)
+        cache.keys.zero_()
+        cache.values.zero_()
+        return cache
+
+
+def plan_of(case: Case, repairs: Sequence[Repair], rules: ReuseRules) -> Plan:
+    """The plan that reuses every run of the case with these repairs."""
+    spans: list[Span] = []
+    at = 0
+    for number, (run, repair) in enumerate(zip(case.runs, repairs, strict=True), start=1):
+        if at < run.start:
+            spans.append(Span(at, run.start, SpanKind.RECOMPUTE, why="no donor"))
+        spans += run.spans(repair, rules.guard_probes, rules.hole_head_tokens, number)
+        at = run.end
+    spans.append(Span(at, len(case.token_ids), SpanKind.RECOMPUTE, why="no donor"))
+    choices = tuple(
+        RunChoice(run.start, run.end, run.donor, run.provenance, run.likeness, repair, 0.0, 0.0)
+        for run, repair in zip(case.runs, repairs, strict=True)
+    )
+    return Plan(len(case.token_ids), Mode.BALANCED, tuple(spans), (), 0.0, 0.0, choices)
+
+
+def largest(deviation: npt.NDArray[np.float64], count: int) -> Rows:
+    """The `count` positions of the largest values, ascending."""
+    return np.sort(np.argsort(-deviation, kind="stable")[:count]).astype(np.int64)
+
+
+def _heads(case: Case, share: float) -> Rows:
+    rows = [row for run in case.runs for row in _tokens(run)[: round(share * run.tokens)]]
+    return np.asarray(rows, dtype=np.int64)
+
+
+def _ends(case: Case, share: float) -> Rows:
+    rows: list[int] = []
+    for run in case.runs:
+        tokens, half = _tokens(run), round(share * run.tokens / 2)
+        rows += [*tokens[:half], *tokens[len(tokens) - half :]]
+    return np.unique(np.asarray(rows, dtype=np.int64))
+
+
+def _probed(case: Case, head: int, share: float, rotary: RotaryGeometry | None) -> tuple[Rows, ProbeShift]:
+    """Head and evenly spaced probes of every run, together `share` of its tokens (at least two probes)."""
+    rows: list[int] = []
+    runs = []
+    for run in case.runs:
+        tokens = _tokens(run)
+        first = min(head_tokens(Repair(head), run.tokens), max(0, round(share * run.tokens) - 2))
+        body = tokens[first:]
+        count = max(2, round(share * run.tokens) - first)
+        probes = [body[(2 * i + 1) * len(body) // (2 * count)] for i in range(count)]
+        rows += [*tokens[:first], *probes]
+        runs.append(ShiftRun(run.start, run.end, body[0], tuple(sorted(set(probes)))))
+    return np.unique(np.asarray(rows, dtype=np.int64)), ProbeShift(runs, rotary)
+
+
+def _tokens(run: Candidate) -> list[int]:
+    return [row for piece in run.pieces for row in range(piece.prompt_start, piece.prompt_end)]
+
+
+def _shuffled(blocks: Mapping[BlockKey, memoryview]) -> dict[BlockKey, memoryview]:
+    """Every block gets the bytes of another one of the same size, half the sequence away."""
+    sizes: dict[int, list[BlockKey]] = {}
+    for key, data in blocks.items():
+        sizes.setdefault(data.nbytes, []).append(key)
+    return {
+        key: blocks[keys[(index + max(1, len(keys) // 2)) % len(keys)]]
+        for keys in sizes.values()
+        for index, key in enumerate(keys)
+    }
