@@ -34,7 +34,7 @@ in runs."""
 LENGTHS_MIN = 0.5
 """Contexts of which one is shorter than this part of the other are not nearly the same, whatever they hold."""
 
-ROLE_TOKENS_MAX = 256
+ROLE_TOKENS_MAX = 128
 """Contexts up to this length are a system prompt and a template; in longer ones there is other text."""
 
 _NEAR_SHARE, _FIRST_SHARE, _LENGTHS_SHARE = 0.6, 0.25, 0.15
@@ -130,11 +130,13 @@ def _near(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, k
 def _first(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, key: bytes) -> float:
     if not donor_start or not prompt_start:
         return float(donor_start == prompt_start)
-    length = min(CONTEXT_TOKENS, donor.start or donor_start)
-    ours = prompt[: min(length, prompt_start)]
-    if donor.start == 0:
-        return _alike(donor.token_ids[:length], ours)
-    return _estimate(donor.anchors[0].context_first, ours, key)
+    length = min(CONTEXT_TOKENS, donor_start)
+    told = min(length, donor.start)
+    by_ids = (
+        _alike(donor.token_ids[: length - told], prompt[told : min(length, prompt_start)]) if told < length else 0.0
+    )
+    by_hash = _estimate(donor.anchors[0].context_first, prompt[: min(told, prompt_start)], key) if told else 0.0
+    return (told * by_hash + (length - told) * by_ids) / length
 
 
 def _alike(a: TokenIds, b: TokenIds) -> float:

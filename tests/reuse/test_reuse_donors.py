@@ -22,6 +22,7 @@ from kvcomm_p2p.planning.stretches import without_gaps
 from kvcomm_p2p.planning.types import Costs, Plan, Span, SpanKind
 from kvcomm_p2p.planning.winnow import content_marks, fingerprints
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Miss, MissReason
+from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
@@ -51,9 +52,12 @@ class FakeDriver:
         self.lost_s = 0.0
         self.fetching: Callable[[NodeId, Sequence[Any]], Any] | None = None
         self.lookups: list[Lookup] = []
+        self.directory: Directory | None = None
 
     def find(self, lookup: Lookup) -> LookupResult:
         self.lookups.append(lookup)
+        if self.directory is not None:
+            return self.directory.find(lookup, lambda *_: True)
         return LookupResult(tuple(self.hits), self.miss)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
@@ -287,6 +291,32 @@ def test_anchors_with_names_of_contents_are_no_contradiction() -> None:
     )
     for anchor, ids in anchors:
         assert finder(FakeDriver())._contradiction(anchor, AnchorTokens(anchor, ANN, ids, ())) is None
+
+
+def test_a_short_answer_in_differently_shaped_prompts_resolves_to_one_anchor() -> None:
+    """Border tokens differ, and the answer's last token has no KV: with its names it is found, without them it is not."""
+    answer = ids_of(500, 540)
+    sequence = np.concatenate((ids_of(0, 90), answer[:-1]))
+    anchors = cut_anchors(
+        sequence,
+        hops=((0, 0),),
+        visibility=(),
+        model_id=SPEC.model_id,
+        layout=LAYOUT,
+        key=KEY,
+        marks=content_marks(sequence, [(90, len(sequence))], KEY),
+    )
+    (anchor,) = (segment.meta for segment in anchors)
+    driver = FakeDriver()
+    driver.directory = Directory(ME)
+    driver.directory.add(ANN, anchor)
+    driver.ids[ANN, anchor.anchor_id] = sequence
+    for lost, around in ((0, 10), (1, 33), (2, 70)):
+        prompt = np.concatenate((ids_of(700, 700 + around), answer[lost:], ids_of(900, 900 + around)))
+        marks = content_marks(prompt, [(around, around + len(answer) - lost)], KEY)
+        found = asyncio.run(finder(driver).find(prompt, marks))
+        assert [d.anchors for d in found.donors] == [(anchor,)]
+        assert asyncio.run(finder(driver).find(prompt)).donors == ()
 
 
 class Clock:
