@@ -27,10 +27,6 @@ class RotaryGeometry:
     layers: tuple[tuple[float, ...], ...] | None = None
     in_values: bool = False
 
-    def of_layer(self, layer: int) -> tuple[float, ...]:
-        """The frequencies of one layer [R/2]: whoever works layer by layer must ask here, `inv_freq` alone is layer 0's."""
-        return self.layers[layer] if self.layers else self.inv_freq
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
