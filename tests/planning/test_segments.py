@@ -196,6 +196,14 @@ def test_runs_over_a_border_are_found(run_start: int, marks: Any) -> None:
     assert set(selected[inside].tolist()) & values(segments)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tiny_anchor_behind_a_border_is_no_contradiction(seed: int) -> None:
+    """More windows reach into it than it has tokens; what is gossiped may not have more fingerprints than that."""
+    last = cut(words(seed, 993), marks=[VisibilityMark(992, GROUP, b"g" * 8)])[-1]
+    assert (last.meta.start, last.meta.tokens) == (992, 1)
+    assert problem_of(HeldAnchor(last.meta, last.token_ids, (HANDLE,), (b"",))) == ""
+
+
 @settings(deadline=None)
 @given(
     st.integers(1, 1500),
