@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.planning.chains import group_tag
+from kvcomm_p2p.planning.formulas import find_formulas, formula_fingerprint
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.prompt_text import (
@@ -109,7 +110,7 @@ def prepare(
         slots=ranges,
         visibility=_marks(whole, strict, offsets, key),
         text=text,
-        marks=content_marks(ids, _inside(offsets, places), key) if named else (),
+        marks=(*content_marks(ids, _inside(offsets, places), key), *_formula_marks(text, offsets, key)) if named else (),
     )
 
 
@@ -138,6 +139,20 @@ def prepare_ids(
         raise UsageError(f"token ids must lie in [0, {vocabulary_size}), these reach from {ids.min()} to {ids.max()}")
     whole = Access(parse_visibility(visibility, group), group)
     return PreparedPrompt(token_ids=_frozen(ids), visibility=_marks(whole, [], _NO_OFFSETS, key))
+
+
+FORMULA_TOKENS_MIN = 8
+"""Shorter formulas are in every text on a subject: they name nothing."""
+
+
+def _formula_marks(text: str, offsets: npt.NDArray[np.int64], key: bytes) -> list[ContentMark]:
+    """Names of the formulas in a text, equal for all spellings and namings of one formula."""
+    marks = []
+    for formula in find_formulas(text):
+        for start, end in _inside(offsets, [(formula.start, formula.end)]):
+            if end - start >= FORMULA_TOKENS_MIN:
+                marks.append(ContentMark(start, end - start, formula_fingerprint(formula.canonical, key)))
+    return marks
 
 
 _NO_OFFSETS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)

@@ -176,7 +176,7 @@ class AgentStack:
 
     async def _publish_prompt(self, prompt: PreparedPrompt, filled: Filled, cache: KVCache) -> Published:
         await self._publisher.replicas(filled.pulled)
-        return await self._publisher.prompt(prompt.token_ids, cache, filled.plan, prompt.visibility)
+        return await self._publisher.prompt(prompt.token_ids, cache, filled.plan, prompt.visibility, prompt.marks)
 
     async def _publish_answer(self, publication: Publication, cache: KVCache, token_ids: Sequence[int]) -> None:
         assert publication.published is not None

@@ -25,7 +25,7 @@ from kvcomm_p2p.planning.repairs import choose_repairs
 from kvcomm_p2p.planning.spans import recompute_positions
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, Repair, ReuseRules, RunChoice, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
-from kvcomm_p2p.reuse.align import align_span
+from kvcomm_p2p.reuse.align import align_span, interpolate
 from kvcomm_p2p.reuse.correctors import ProbeShift, ShiftRun, kvcomm_average, nearest_tokens
 from kvcomm_p2p.reuse.deviations import Deviation, observe
 from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
@@ -96,6 +96,7 @@ class Laboratory:
         """Any plan over the case's runs."""
         cache = self.aligned(case, wrong_blocks=wrong_blocks)
         positions = recompute_positions(plan)
+        interpolate(cache, plan, self._runner.spec.rotary)
         shift = plan_shift(plan, self._runner.spec.rotary)
         watch = RepairWatch(plan, 0, self._runner.spec.layout.layers, shift)
         logits = self._runner.recompute(case.token_ids.astype(np.int64), positions, cache, repair=watch)
@@ -206,7 +207,7 @@ def plan_of(case: Case, repairs: Sequence[Repair], rules: ReuseRules) -> Plan:
     for number, (run, repair) in enumerate(zip(case.runs, repairs, strict=True), start=1):
         if at < run.start:
             spans.append(Span(at, run.start, SpanKind.RECOMPUTE, why="no donor"))
-        spans += run.spans(repair, rules.guard_probes, rules.hole_head_tokens, number)
+        spans += run.spans(repair, rules, number)
         at = run.end
     spans.append(Span(at, len(case.token_ids), SpanKind.RECOMPUTE, why="no donor"))
     choices = tuple(

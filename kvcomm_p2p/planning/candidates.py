@@ -5,19 +5,32 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from kvcomm_p2p.planning.alignment import Aligner, chains
 from kvcomm_p2p.planning.chains import TokenIds
-from kvcomm_p2p.planning.runs import RunFinder
-from kvcomm_p2p.planning.types import Donor, Provenance, Repair, Run, Span, SpanKind
+from kvcomm_p2p.planning.types import Donor, Provenance, Repair, ReuseRules, Run, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX
 
 HEAD_WHY = "head of a reused run"
 HOLE_WHY = "differs from the donor"
+INTERPOLATED_WHY = "differs from the donor: interpolated"
 
 GAP_MAX = 32
 """Most tokens, in the prompt and in the donor, between two equal pieces of one candidate: their context is nearly the same."""
 
-_RUNS_PER_DONOR_MAX = 64
+PIECE_TOKENS_MIN = 12
+"""Shorter pieces between two holes are part of the hole: what stands behind a hole is recomputed for a few tokens anyway."""
+
+
+class _Part(NamedTuple):
+    """How one piece is repaired: its first `head` tokens are recomputed, and `probes` of the others. `bridged`: the hole
+    before it is interpolated."""
+
+    piece: Run
+    head: int
+    probes: int
+    bridged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +71,47 @@ class Candidate:
         """All pieces as REUSE spans, nothing repaired."""
         return [self._span(piece, SpanKind.REUSE) for piece in self.pieces]
 
-    def spans(self, repair: Repair, guard_probes: int, hole_head_tokens: int, run: int = 0) -> list[Span]:
+    def spans(self, repair: Repair, rules: ReuseRules, run: int = 0) -> list[Span]:
         """The candidate repaired, from start to end without gaps.
 
         The head, the first tokens behind a hole and the holes are RECOMPUTE spans; the first two name the donor too, because
-        their KV is pulled and aligned like the rest, for the guard to compare.
+        their KV is pulled and aligned like the rest, for the guard to compare. A hole that the rules allow to interpolate is
+        a REUSE span without a donor.
         """
-        left = head_tokens(repair, self.tokens)
-        body = self.tokens - left
         spans: list[Span] = []
-        for index, piece in enumerate(self.pieces):
+        for piece, head, probes, bridged in self._parts(repair, rules):
             if spans and spans[-1].end < piece.prompt_start:
-                spans.append(Span(spans[-1].end, piece.prompt_start, SpanKind.RECOMPUTE, why=HOLE_WHY))
-            behind_hole = min(hole_head_tokens, piece.length // 4) if index else 0
-            head = min(piece.length, max(left, behind_hole))
-            left -= min(left, head)
+                hole = Span(spans[-1].end, piece.prompt_start, SpanKind.RECOMPUTE, why=HOLE_WHY)
+                spans.append(replace(hole, kind=SpanKind.REUSE, why=INTERPOLATED_WHY, run=run) if bridged else hole)
             if head:
                 first = replace(piece, length=head)
                 spans.append(replace(self._span(first, SpanKind.RECOMPUTE), why=HEAD_WHY, run=run))
-            rest = Run(piece.donor_start + head, piece.prompt_start + head, piece.length - head)
-            if rest.length:
-                # Probes are spread over the body, so every piece gets its share; the first one at least what the guard needs.
-                probes = round(repair.probe_share * rest.length)
-                if guard_probes:
-                    probes = max(probes, -(-guard_probes * rest.length // body))
+            if head < piece.length:
+                rest = Run(piece.donor_start + head, piece.prompt_start + head, piece.length - head)
                 shift = repair.shift and probes > 1
-                span = self._span(rest, SpanKind.REUSE)
-                spans.append(replace(span, probes=min(probes, rest.length // 2), shift=shift, run=run))
+                spans.append(replace(self._span(rest, SpanKind.REUSE), probes=probes, shift=shift, run=run))
         return spans
+
+    def recomputed(self, repair: Repair, rules: ReuseRules) -> int:
+        """How many of the run's tokens are recomputed all the same: heads and probes in `spans`, without holes."""
+        return sum(part.head + part.probes for part in self._parts(repair, rules))
+
+    def _parts(self, repair: Repair, rules: ReuseRules) -> Iterator[_Part]:
+        left = head_tokens(repair, self.tokens)
+        body = self.tokens - left
+        end = self.start
+        for index, piece in enumerate(self.pieces):
+            bridged = 0 < piece.prompt_start - end <= rules.interpolated_tokens
+            behind_hole = hole_head(piece, rules) if index and not bridged else 0
+            head = min(piece.length, max(left, behind_hole))
+            left -= min(left, head)
+            # Probes are spread over the body: every piece gets its share, of what the guard needs rounded up.
+            rest = piece.length - head
+            probes = round(repair.probe_share * rest)
+            if rules.guard_probes and rest:
+                probes = max(probes, -(-rules.guard_probes * rest // body))
+            yield _Part(piece, head, min(probes, rest // 2), bridged)
+            end = piece.prompt_end
 
     def preference(self) -> tuple[int, float, bool, int, int]:
         """Among equally valuable ones the smallest first: by provenance, local, little moved."""
@@ -97,20 +123,32 @@ class Candidate:
         return Span(piece.prompt_start, piece.prompt_end, kind, self.donor, piece.donor_start)
 
 
+def hole_head(piece: Run, rules: ReuseRules) -> int:
+    """How many of a piece's first tokens are recomputed because a hole stands before it."""
+    return min(rules.hole_head_tokens, piece.length // 4)
+
+
 def head_tokens(repair: Repair, tokens: int) -> int:
     """Length of the head of a run of `tokens` tokens."""
     return min(repair.head_tokens, tokens // 4)
 
 
 def find_candidates(prompt: TokenIds, donors: Sequence[Donor], length_min: int) -> Iterable[Candidate]:
-    """Equal runs of at least `length_min` tokens with every donor, those with small holes between them together, cut where
-    hops become (un)publishable."""
-    finder = RunFinder(prompt, length_min=length_min)
+    """Stretches of at least `length_min` tokens equal with some donor, those with small holes between them together, cut
+    where hops become (un)publishable."""
+    aligner = Aligner(prompt, piece_min=length_min, gap_max=GAP_MAX)
     for donor in donors:
         for start, end in _stretches(donor):
-            runs = finder.find(donor.token_ids[start - donor.start : end - donor.start], start)
-            for pieces in _chained(_thinned(runs)):
-                yield Candidate(donor, pieces)
+            ids = donor.token_ids[start - donor.start : end - donor.start]
+            for chain in chains(aligner.align(ids, donor_start=start), gap_max=GAP_MAX):
+                whole = chain.matched
+                pieces = tuple(
+                    Run(piece.donor_start, piece.start, piece.length)
+                    for piece in chain.pieces
+                    if piece.length >= PIECE_TOKENS_MIN or piece.length == whole
+                )
+                if sum(piece.length for piece in pieces) >= length_min:
+                    yield Candidate(donor, pieces)
 
 
 def choose(candidates: Sequence[Candidate], worth_s: Callable[[Candidate], float], tokens_min: int) -> list[Candidate]:
@@ -136,29 +174,6 @@ def choose(candidates: Sequence[Candidate], worth_s: Callable[[Candidate], float
     return sorted(chosen, key=lambda candidate: candidate.start)
 
 
-def _chained(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
-    """Runs that follow each other in prompt and donor with at most GAP_MAX tokens between them, together.
-
-    Where two of them overlap (repeated text at a border), the later one is shortened.
-    """
-    pieces: list[Run] = []
-    for run in runs:
-        if pieces:
-            last = pieces[-1]
-            over = max(0, last.prompt_end - run.prompt_start, last.donor_start + last.length - run.donor_start)
-            gaps = (
-                run.prompt_start + over - last.prompt_end,
-                run.donor_start + over - last.donor_start - last.length,
-            )
-            if over < run.length // 2 and max(gaps) <= GAP_MAX:
-                pieces.append(Run(run.donor_start + over, run.prompt_start + over, run.length - over))
-                continue
-            yield tuple(pieces)
-        pieces = [run]
-    if pieces:
-        yield tuple(pieces)
-
-
 def _stretches(donor: Donor) -> list[tuple[int, int]]:
     """[start, end) of consecutive anchors that are all publishable, or all not."""
     stretches: list[tuple[int, int]] = []
@@ -175,18 +190,6 @@ def _stretches(donor: Donor) -> list[tuple[int, int]]:
             stretches.append((at, end))
         last, at = publishable, end
     return stretches
-
-
-def _thinned(runs: list[Run]) -> list[Run]:
-    """If there are too many (repetitive text): few of them that cover the same prompt positions."""
-    if len(runs) <= _RUNS_PER_DONOR_MAX:
-        return runs
-    kept = [runs[0]]
-    for run, following in zip(runs[1:], [*runs[2:], None], strict=True):
-        # Starts and ends both ascend: this one is needed if the next begins too late to join what is kept.
-        if following is None or following.prompt_start > kept[-1].prompt_end:
-            kept.append(run)
-    return kept
 
 
 def _free_parts(candidate: Candidate, chosen: Sequence[Candidate]) -> list[Candidate]:

@@ -21,6 +21,7 @@ from kvcomm_p2p.planning.costs import PullCost, attended, forward_s
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
 from kvcomm_p2p.planning.provenance import context_likeness, kind
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
+from kvcomm_p2p.planning.rivals import Weight, rivals
 from kvcomm_p2p.planning.spans import predicted_s, pull_cost, pulled_bytes, span_hops
 from kvcomm_p2p.planning.types import (
     Costs,
@@ -101,7 +102,25 @@ def make_plan(
         why = "recomputing everything is faster" if used else dense.why
         best = _Option((replace(dense, why=why),), dense_s, rejected, ())
     told = _told(best.rejected, best.spans)
-    return Plan(len(prompt), mode, best.spans, told, dense_s, best.planned_s, best.runs, planner.covered())
+    return Plan(
+        tokens=len(prompt),
+        mode=mode,
+        spans=best.spans,
+        rejected=told,
+        dense_s=dense_s,
+        planned_s=best.planned_s,
+        runs=planner.compared(best),
+        covered=planner.covered(),
+        kl_max=rules.kl_max if mode in APPROXIMATE and rules.approximate else 0.0,
+        exact_only=rules.reason if mode in APPROXIMATE and not rules.approximate else "",
+    )
+
+
+def placed(run: Candidate, prompt: TokenIds, key: bytes) -> Candidate:
+    """The candidate with the provenance of its copy. `key`: content key."""
+    first = run.pieces[0]
+    context = context_likeness(prompt, first.prompt_start, run.donor, first.donor_start, key)
+    return replace(run, provenance=kind(context), likeness=context.likeness)
 
 
 class _Option(NamedTuple):
@@ -111,6 +130,7 @@ class _Option(NamedTuple):
     planned_s: float
     rejected: list[Rejected]
     runs: tuple[RunChoice, ...]
+    chosen: Sequence[Candidate] = ()
 
 
 class _Planner:
@@ -129,7 +149,7 @@ class _Planner:
         self._prompt, self._donors, self._mode, self._rules = prompt, donors, mode, rules
         self._costs, self._pulls = costs, pulls
         self._approximate = mode in APPROXIMATE and rules.approximate
-        self._found = [self._placed(each, key) for each in find_candidates(prompt, donors, REPORTED_TOKENS_MIN)]
+        self._found = [placed(run, prompt, key) for run in find_candidates(prompt, donors, REPORTED_TOKENS_MIN)]
         self._exact = exact_prefix(prompt[:-1], donors)
 
     def prefixes(self) -> list[list[PrefixPiece]]:
@@ -164,7 +184,14 @@ class _Planner:
             if not any(low < end and start < high for low, high in touched)
         ]
         runs = tuple(self._choice(run, repair) for run, repair in zip(chosen, repairs, strict=True))
-        return _Option(spans, predicted_s(spans, self._costs, self._pulls), rejected, runs)
+        return _Option(spans, predicted_s(spans, self._costs, self._pulls), rejected, runs, chosen)
+
+    def compared(self, option: _Option) -> tuple[RunChoice, ...]:
+        """Its runs, with the copies of the same tokens that were not taken."""
+        return tuple(
+            replace(choice, others=rivals(run, self._found, self._weight, self._refusal))
+            for choice, run in zip(option.runs, option.chosen, strict=True)
+        )
 
     def covered(self) -> int:
         """Prompt tokens in any equal piece of any donor."""
@@ -175,12 +202,6 @@ class _Planner:
         for exact in self._exact:
             inside[exact.start : exact.end] = True
         return int(inside.sum())
-
-    def _placed(self, run: Candidate, key: bytes) -> Candidate:
-        """With the provenance of its copy."""
-        first = run.pieces[0]
-        context = context_likeness(self._prompt, first.prompt_start, run.donor, first.donor_start, key)
-        return replace(run, provenance=kind(context), likeness=context.likeness)
 
     def _usable(self, done: int) -> tuple[list[Candidate], list[Rejected]]:
         """Candidates clipped to [done, T - 1): those that may be reused, and the others with the reason."""
@@ -218,17 +239,20 @@ class _Planner:
     def _worth_s(self, run: Candidate) -> float:
         """Seconds that reusing a run saves, less for copies from other contexts; latencies and second forwards, which runs
         share, are left to `_pruned`."""
+        return self._weight(run).worth_s
+
+    def _weight(self, run: Candidate) -> Weight:
         allowed = allowed_repairs(run, self._rules, len(self._prompt))
         if not allowed:
-            return 0.0
+            return Weight(0.0)
         target = self._rules.kl_target
         repair = next((r for r in allowed if expected_kl(run, r, len(self._prompt)) <= target), allowed[-1])
-        saved = self._saved_s(run, repair)
-        if saved <= 0:
-            return saved
-        worth = _PROVENANCE_WORTH**run.provenance * (1 - _LIKENESS_WORTH * (1 - run.likeness))
+        saved_s = self._saved_s(run, repair)
+        if saved_s <= 0:
+            return Weight(saved_s)
+        context = _PROVENANCE_WORTH**run.provenance * (1 - _LIKENESS_WORTH * (1 - run.likeness))
         repaired = any(span_hops(span) > 0 for span in run.whole())
-        return saved * worth * (_REPAIRED_WORTH if repaired else 1.0)
+        return Weight(saved_s, context, _REPAIRED_WORTH if repaired else 1.0)
 
     def _saved_s(self, run: Candidate, repair: Repair) -> float:
         """Predicted seconds that a repaired run saves against recomputing it."""
@@ -288,7 +312,7 @@ class _Planner:
             at = span.end
         for number, (run, repair) in enumerate(zip(chosen, repairs, strict=True), start=1):
             recompute_until(run.start)
-            spans += run.spans(repair, self._rules.guard_probes, self._rules.hole_head_tokens, number)
+            spans += run.spans(repair, self._rules, number)
             at = run.end
         recompute_until(len(self._prompt))
         return tuple(spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcomm_p2p.planning.candidates import Candidate, head_tokens
+from kvcomm_p2p.planning.candidates import Candidate
 from kvcomm_p2p.planning.costs import attended, forward_s
 from kvcomm_p2p.planning.types import Costs, Repair, ReuseRules
 
@@ -18,12 +18,8 @@ def expected_kl(run: Candidate, repair: Repair, prompt_tokens: int) -> float:
 
 
 def repaired_tokens(run: Candidate, repair: Repair, rules: ReuseRules) -> int:
-    """Tokens of a run that its repair recomputes: head, first tokens behind holes, and probes."""
-    head = head_tokens(repair, run.tokens)
-    holes = sum(min(rules.hole_head_tokens, piece.length // 4) for piece in run.pieces[1:])
-    rest = run.tokens - head - holes
-    probes = max(round(repair.probe_share * rest), rules.guard_probes)
-    return head + holes + max(0, min(probes, rest // 2))
+    """Tokens of a run that its repair recomputes: head, first tokens behind holes, and probes. Holes are no tokens of it."""
+    return run.recomputed(repair, rules)
 
 
 def repair_s(run: Candidate, repair: Repair, rules: ReuseRules, costs: Costs) -> float:

@@ -93,3 +93,19 @@ def _bit_counts(values: _U64) -> npt.NDArray[np.int64]:
         pieces.astype("<u8", copy=False).view(np.uint8).reshape(8, -1, 8).sum(axis=1, dtype=np.int64)
     )
     return by_byte.T.ravel()
+
+
+WINDOW_TOKENS = 512
+WINDOW_STRIDE = 96
+"""Windows of a prompt that are sketched: as long as the longest anchors, so close that some window lies within half a stride
+of whatever an anchor holds."""
+
+
+def window_sketches(token_ids: TokenIds, key: bytes) -> tuple[int, ...]:
+    """SimHashes of overlapping windows of a prompt (uint32 [T]), to be compared with those of anchors' contents. Unique, in
+    order of position; none for fewer than 32 tokens."""
+    tokens = len(token_ids)
+    if tokens < 32:
+        return ()
+    starts = range(0, max(1, tokens - WINDOW_TOKENS + WINDOW_STRIDE), WINDOW_STRIDE)
+    return tuple(dict.fromkeys(simhash(token_ids[start : start + WINDOW_TOKENS], key) for start in starts))

@@ -13,7 +13,7 @@ from kvcomm_p2p.kernels.rope_shift import rope_shift
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import RotaryGeometry
 from kvcomm_p2p.planning.spans import blocks_needed
-from kvcomm_p2p.planning.types import Span
+from kvcomm_p2p.planning.types import Plan, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey
 from kvcomm_p2p.reuse.blocks import block_tensors
 
@@ -56,6 +56,30 @@ def align_span(
     """
     for anchor, index in blocks_needed(span):
         _align_block(cache, span, anchor, index, blocks[BlockKey(anchor.anchor_id, index)], rotary)
+
+
+def interpolate(cache: KVCache, plan: Plan, rotary: RotaryGeometry | None) -> None:
+    """Fill the holes that the plan interpolates from the aligned rows on both sides, linearly; what turns, turned to each
+    row's position."""
+    for span in plan.spans:
+        if span.kind is SpanKind.REUSE and span.donor is None:
+            for row in range(span.start, span.end):
+                weight = (row - span.start + 1) / (span.tokens + 1)
+                parts = [_turned(cache, source, row, rotary) for source in (span.start - 1, span.end)]
+                for slab, left, right in zip((cache.keys, cache.values), *parts, strict=True):
+                    slab[:, 0, :, row : row + 1] = torch.lerp(left, right, weight)
+
+
+def _turned(cache: KVCache, source: int, row: int, rotary: RotaryGeometry | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [L, H, 1, D] of row `source` as if they had been computed at `row`."""
+    parts = [slab[:, 0, :, source : source + 1] for slab in (cache.keys, cache.values)]
+    out = [torch.empty_like(part) for part in parts]
+    turned, kept = (1, 0) if rotary and rotary.in_values else (0, 1)
+    interleaved = rotary.interleaved if rotary else False
+    rope_shift(
+        parts[turned], parts[kept], None, row - source, _frequencies(rotary), interleaved, out[turned], out[kept]
+    )
+    return out[0], out[1]
 
 
 def _align_block(

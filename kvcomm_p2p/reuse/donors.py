@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.simhash import window_sketches
 from kvcomm_p2p.planning.stretches import (
     Stretch,
     choose_stretches,
@@ -41,6 +42,10 @@ DISTRUST_S = 120.0
 
 DISTRUSTED_MAX = 1024
 """Rejections that are remembered: the latest."""
+
+
+SKETCHED_BELOW = 0.5
+"""Prompts of whose fingerprints less than this share is known anywhere are also looked up by SimHash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,11 @@ class DonorFinder:
         loop = asyncio.get_running_loop()
         lookup = await loop.run_in_executor(None, self._lookup, token_ids, marks)
         result = self._driver.find(lookup)
+        if _matched(result) < SKETCHED_BELOW * len(lookup.fingerprints):
+            # Little is equal: perhaps much is nearly equal.
+            sketches = await loop.run_in_executor(None, window_sketches, token_ids, self._key)
+            lookup = replace(lookup, sketches=sketches)
+            result = self._driver.find(lookup)
         failed: dict[NodeId, Miss] = {}
         hits = self._sound((*result.hits, *self._own_beginnings(lookup, result)), failed)
         stretches = self._stretches(hits, lookup)
@@ -264,3 +274,11 @@ class DonorFinder:
         self._known[holder, anchor_id] = tokens
         while len(self._known) > TOKENS_CACHED_MAX:
             self._known.popitem(last=False)
+
+
+def _matched(result: LookupResult) -> int:
+    """At most so many of the prompt's fingerprints are known: copies of one content count once each."""
+    best: dict[AnchorId, int] = {}
+    for hit in result.hits:
+        best[hit.meta.anchor_id] = max(hit.matches, best.get(hit.meta.anchor_id, 0))
+    return sum(best.values())

@@ -27,17 +27,20 @@ from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import PrefillReport, Timings
-from kvcomm_p2p.reuse.align import Aligner
+from kvcomm_p2p.reuse.align import Aligner, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
-from kvcomm_p2p.reuse.shifting import probe_shift
+from kvcomm_p2p.reuse.shifting import plan_shift
 
 GUARD_PROBES = 6
 """Tokens recomputed inside every reused run, besides its head, for the guard: what they show is what is left of the error."""
+
+INTERPOLATED_TOKENS = 3
+"""In fast mode, holes of up to so many tokens inside a run are interpolated."""
 
 WIDEN_KL_FACTOR = 3.0
 """A predicted divergence up to this many times the budget is answered by longer heads; a larger one by dense prefill."""
@@ -119,6 +122,7 @@ class ReuseEngine:
             kl_target=KL_TARGET[mode],
             kl_max=KL_MAX[mode],
             guard_probes=GUARD_PROBES,
+            interpolated_tokens=INTERPOLATED_TOKENS if mode is Mode.FAST else 0,
         )
 
     async def fill(
@@ -134,6 +138,24 @@ class ReuseEngine:
 
         Raises UsageError for an empty prompt or one longer than the model's context, CancelledByCaller.
         """
+        tokens = self._checked(prompt)
+        report = ReportBuilder(prompt, mode, self._peer_name)
+        cache = self._runner.new_cache(min(tokens + rows_extra, self._runner.spec.context_tokens_max))
+        plan, rules, found = await self._planned(prompt, mode, exact_only, report)
+        if isinstance(cache, OpaqueCache) or not donor_spans(plan):
+            return await self._dense(prompt, cache, plan, report, cancelled)
+        return await self._reuse(prompt, cache, plan, rules, found, report, cancelled)
+
+    async def explain(self, prompt: PreparedPrompt, mode: Mode, *, exact_only: str = "") -> PrefillReport:
+        """What `fill` would do now, as a report without an outcome (`planned_only`): donors are looked up and asked for token
+        ids, but nothing is pulled, computed or published. Raises UsageError as `fill` does."""
+        self._checked(prompt)
+        report = ReportBuilder(prompt, mode, self._peer_name)
+        plan, _, _ = await self._planned(prompt, mode, exact_only, report)
+        return replace(report.finish(plan, Timings()), planned_only=True)
+
+    def _checked(self, prompt: PreparedPrompt) -> int:
+        """Tokens of a prompt that can be filled. Raises UsageError."""
         spec = self._runner.spec
         tokens = len(prompt.token_ids)
         if tokens == 0:
@@ -142,12 +164,17 @@ class ReuseEngine:
             raise UsageError(
                 f"the prompt has {tokens} tokens, the context of {spec.name} holds {spec.context_tokens_max}: shorten it"
             )
-        report = ReportBuilder(prompt, mode, self._peer_name)
-        cache = self._runner.new_cache(min(tokens + rows_extra, spec.context_tokens_max))
-        if mode is Mode.DENSE or isinstance(cache, OpaqueCache):
-            reason = spec.share_refusal if mode is not Mode.DENSE else ""
-            return await self._dense(prompt, cache, dense_plan(tokens, mode, reason), report, cancelled)
-        found = await self._finder.find(prompt.token_ids)
+        return tokens
+
+    async def _planned(
+        self, prompt: PreparedPrompt, mode: Mode, exact_only: str, report: ReportBuilder
+    ) -> tuple[Plan, ReuseRules, FoundDonors]:
+        """Find donors and plan."""
+        refusal = self._runner.spec.share_refusal
+        if mode is Mode.DENSE or refusal:
+            plan = dense_plan(len(prompt.token_ids), mode, "" if mode is Mode.DENSE else refusal)
+            return plan, ReuseRules(False, refusal), FoundDonors((), {}, (), 0.0)
+        found = await self._finder.find(prompt.token_ids, prompt.marks)
         report.found(found)
         planning = time.perf_counter()
         rules = self.rules(mode, exact_only)
@@ -164,9 +191,7 @@ class ReuseEngine:
             )
         )
         report.planned(plan, time.perf_counter() - planning)
-        if not donor_spans(plan):
-            return await self._dense(prompt, cache, plan, report, cancelled)
-        return await self._reuse(prompt, cache, plan, rules, found, report, cancelled)
+        return plan, rules, found
 
     async def _dense(
         self,
@@ -241,7 +266,7 @@ class ReuseEngine:
         if outcome.fallback:
             self._distrust(usable)
         repaired = outcome.repaired
-        report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback)
+        report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback, usable)
         return Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
 
     def _extend(self, prompt: PreparedPrompt, cache: KVCache, exact: int, lead: int) -> None:
@@ -299,7 +324,8 @@ class ReuseEngine:
             logits = self._runner.prefill(ids[first:], cache, first, cancelled=cancelled)
             self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
             return _Repaired(logits, None, {})
-        shift = probe_shift(plan, spec.rotary)
+        interpolate(cache, plan, spec.rotary)
+        shift = plan_shift(plan, spec.rotary, cache.keys.device)
         watch = RepairWatch(plan, since, spec.layout.layers, shift)
         logits = self._runner.recompute(ids, positions, cache, repair=watch)
         self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
@@ -307,7 +333,7 @@ class ReuseEngine:
         mean = {rows.run: float(deviation.mean()) for rows, deviation in deviations}
         if spec.profile is None or not deviations:
             return _Repaired(logits, None, mean)
-        shown = symptoms(plan, deviations, {} if shift is None else shift.residuals(), logits)
+        shown = symptoms(plan, deviations, {} if shift is None else shift.left(), logits)
         return _Repaired(logits, spec.profile.divergence.kl(shown), mean)
 
     def _abandoned(self, pull: asyncio.Task[Pulled]) -> None:

@@ -90,7 +90,7 @@ def _repaired(
     for span in members:
         for piece in _pieces(span, failed):
             if piece.donor is None:
-                whys.append(replace(piece, run=0))
+                whys.append(replace(piece, run=0, kind=SpanKind.RECOMPUTE))
             elif pieces and _follows(pieces[-1], piece):
                 pieces[-1] = replace(pieces[-1], length=pieces[-1].length + piece.tokens)
             else:
@@ -98,7 +98,7 @@ def _repaired(
     start, end = members[0].start, members[-1].end
     if sum(piece.length for piece in pieces) < rules.run_tokens_min:
         return [Span(start, end, SpanKind.RECOMPUTE, why="too little is left of a run with missing blocks")]
-    built = Candidate(donor, tuple(pieces)).spans(repair, rules.guard_probes, rules.hole_head_tokens, number)
+    built = Candidate(donor, tuple(pieces)).spans(repair, rules, number)
     # Holes are told with their own reasons; so is what is missing before the first piece and behind the last.
     kept = [span for span in built if span.donor is not None]
     return sorted([*kept, *whys], key=lambda span: span.start)

@@ -77,7 +77,7 @@ def plans(draw: st.DrawFn) -> Plan:
             runs.append(
                 RunChoice(at, candidate.end, candidate.donor, Provenance.BARE, 0.5, repair, kl=0.001, saved_s=0.1)
             )
-            spans += candidate.spans(repair, RULES.guard_probes, RULES.hole_head_tokens, len(runs))
+            spans += candidate.spans(repair, RULES, len(runs))
         else:
             tokens = draw(st.integers(1, 150))
             source, donor_start = draw(sources(100 * number, tokens))

@@ -18,6 +18,7 @@ from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import FetchResult, TokensResult
 from kvcomm_p2p.planning.chains import chain_hashes
 from kvcomm_p2p.planning.segments import cut_anchors
+from kvcomm_p2p.planning.simhash import window_sketches
 from kvcomm_p2p.planning.stretches import without_gaps
 from kvcomm_p2p.planning.types import Costs, Plan, Span, SpanKind
 from kvcomm_p2p.planning.winnow import content_marks, fingerprints
@@ -266,13 +267,22 @@ def test_a_tail_behind_the_prompts_own_beginning_is_exact_whoever_holds_it() -> 
     assert {d.holder: d.same_prefix_until for d in found.donors} == {BOB: 128, ANN: 0}
 
 
+def test_prompts_that_nobody_knows_are_looked_up_by_simhash_too() -> None:
+    driver = FakeDriver()
+    asyncio.run(finder(driver).find(ids_of(0, 300)))
+    exact, similar = driver.lookups
+    assert exact.sketches == () and similar.sketches == window_sketches(ids_of(0, 300), KEY) != ()
+    assert np.array_equal(exact.fingerprints, similar.fingerprints)
+
+
 def test_names_of_short_contents_are_looked_up_with_the_fingerprints() -> None:
     driver = FakeDriver()
     prompt = ids_of(0, 300)
     marks = content_marks(prompt, [(10, 30)], KEY)
     asyncio.run(finder(driver).find(prompt, marks))
     asyncio.run(finder(driver).find(prompt))
-    named, plain = (set(lookup.fingerprints.tolist()) for lookup in driver.lookups)
+    first = [lookup for lookup in driver.lookups if not lookup.sketches]
+    named, plain = (set(lookup.fingerprints.tolist()) for lookup in first)
     assert plain == set(fingerprints(prompt, KEY)[0].tolist())
     assert named == plain | {mark.fingerprint for mark in marks}
     assert (np.diff(driver.lookups[0].fingerprints.astype(np.int64)) > 0).all()

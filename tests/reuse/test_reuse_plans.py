@@ -115,7 +115,7 @@ def block_of(source: Any) -> BlockKey:
 def test_a_run_with_a_hole_goes_on_behind_it_and_one_that_lost_its_head_gets_another() -> None:
     source = donor([meta(1, 0, 256)])
     candidate = Candidate(source, (Run(0, 10, 256),))
-    spans = [Span(0, 10, SpanKind.RECOMPUTE), *candidate.spans(Repair(32), 4, 4, 1), Span(266, 267, SpanKind.RECOMPUTE)]
+    spans = [Span(0, 10, SpanKind.RECOMPUTE), *candidate.spans(Repair(32), RULES, 1), Span(266, 267, SpanKind.RECOMPUTE)]
     choice = RunChoice(10, 266, source, Provenance.OTHER, 0.5, Repair(32), 0.01, 1.0)
     plan = replace(plan_of(spans), runs=(choice,))
     block = BlockKey(source.anchors[0].anchor_id, 0)
