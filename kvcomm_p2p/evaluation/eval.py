@@ -25,7 +25,7 @@ from kvcomm_p2p.evaluation.compare import aside
 from kvcomm_p2p.evaluation.metrics import Continuation, Divergence, continue_greedily, diverge_at_once
 from kvcomm_p2p.evaluation.progress import Step, stepping
 from kvcomm_p2p.evaluation.results import Result, Row, machine
-from kvcomm_p2p.evaluation.scores import Failure, Published, Sample, covered_tokens, extra
+from kvcomm_p2p.evaluation.scores import Failure, Published, Sample, extra
 from kvcomm_p2p.evaluation.summary import Case, rows
 from kvcomm_p2p.evaluation.workers import private_cluster
 from kvcomm_p2p.evaluation.workloads.catalogue import NAMES, Data, build
@@ -204,7 +204,7 @@ class _Run:
         assert publication is not None
         await agent.settled()
         published_at = time.monotonic()
-        ids, filled = publication.prompt.token_ids, publication.filled
+        ids = publication.prompt.token_ids
         possible = self._published.possible(ids)
         answer_ids = np.array(reply.token_ids, dtype=np.uint32)
         self._published.add(np.concatenate([ids, answer_ids]))
@@ -220,8 +220,8 @@ class _Run:
             number=number,
             cold=ask.agent not in self._asked,
             prompt_ids=ids,
-            covered_tokens=covered_tokens(filled.plan),
-            recomputed_tokens=filled.report.recomputed_tokens,
+            covered_tokens=reply.report.covered_tokens,
+            recomputed_tokens=reply.report.recomputed_tokens,
             possible_tokens=possible,
             kl=divergence.kl,
             top1=divergence.top1,
@@ -233,6 +233,7 @@ class _Run:
             dense_score=None if score is None else await aside(partial(score, dense_answer)),
             ttft_s=reply.ttft_s,
             dense_ttft_s=reply.report.timings.tokenize_s + dense_s,
+            predicted_kl=reply.report.predicted_kl,
             fallback=reply.report.fallback,
         )
         # Comparing has usually taken longer than the news needs to get around.

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.planning.types import Plan
 
 COPY_TOKENS = 8
 """Length of the pieces of an answer that are looked for in its prompt."""
@@ -28,11 +27,11 @@ BLEU_TERMS = 2 + 2 * _BLEU_ORDERS
 class Sample:
     """One request in the mode under test, beside full prefill of the same prompt.
 
-    `number`: its place in the run, from 0. `cold`: its agent's first. `covered_tokens`, `possible_tokens`: see
-    `covered_tokens` and `Published.possible`. `kl`: KL(full || method) in nats at each token of the full run's greedy
-    answer. `identical_tokens`: leading tokens that both greedy answers share. `score`, `copied`: task score and
-    verbatim share of the own answer, `dense_*` of the full run's; None where there is nothing to score. Seconds are
-    from the text to the first token's logits. Token ids are uint32.
+    `number`: its place in the run, from 0. `cold`: its agent's first. `covered_tokens`: of the prompt, in equal runs that
+    some donor held, used or not (as the request's report says); `possible_tokens`: see `Published.possible`. `kl`:
+    KL(full || method) in nats at each token of the full run's greedy answer. `identical_tokens`: leading tokens that both
+    greedy answers share. `score`, `copied`: task score and verbatim share of the own answer, `dense_*` of the full run's;
+    None where there is nothing to score. Seconds are from the text to the first token's logits. Token ids are uint32.
     """
 
     task: str
@@ -53,7 +52,13 @@ class Sample:
     dense_score: float | None
     ttft_s: float
     dense_ttft_s: float
+    predicted_kl: float | None = None
+    """What the guard predicted of the mean of `kl` (None: it had nothing to compare)."""
     fallback: str = ""
+
+    @property
+    def kl_mean(self) -> float:
+        return float(np.mean(self.kl))
 
     @property
     def prompt_tokens(self) -> int:
@@ -111,21 +116,6 @@ class Published:
                 inside[start] += 1
                 inside[start + self._width] -= 1
         return int((np.cumsum(inside)[:-1] > 0).sum())
-
-
-def covered_tokens(plan: Plan) -> int:
-    """Prompt tokens that some donor holds: exact, continued and reused ones, recomputed ones whose span names a donor
-    (heads, probes), and runs that were found but not used (too short, too costly, not allowed).
-
-    After a fallback the plan names no donors behind its exact prefix any more: such a request counts too little.
-    """
-    held = np.zeros(plan.tokens, dtype=bool)
-    for span in plan.spans:
-        if span.donor is not None:
-            held[span.start : span.end] = True
-    for rejected in plan.rejected:
-        held[rejected.start : rejected.end] = True
-    return int(held.sum())
 
 
 def common_beginning(one: npt.NDArray[np.uint32], other: npt.NDArray[np.uint32]) -> int:

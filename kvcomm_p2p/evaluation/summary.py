@@ -13,6 +13,12 @@ from kvcomm_p2p.evaluation.metrics import interval95
 from kvcomm_p2p.evaluation.results import Row
 from kvcomm_p2p.evaluation.scores import Failure, Sample, bleu_terms, corpus_bleu
 
+PREDICTED_FLOOR = 1e-3
+"""Nats per token. Smaller divergences, predicted or measured, count as this much: nobody acts on their ratio."""
+
+SLIPPED_KL = 0.05
+"""Nats per token that the guard must not let pass."""
+
 Combine = Callable[[npt.NDArray[np.float64]], float]
 """The figure, from the sums over all requests."""
 
@@ -82,6 +88,7 @@ def rows(case: Case, seed: int) -> list[Row]:
         reused = [sample for sample in case.samples if sample.reused] or case.samples
         kl, top1 = [sample.kl for sample in reused], [sample.top1 for sample in reused]
         table += divergence_rows(case.name, kl, top1, seed, _tasks(reused))
+        table += _guard_rows(case.name, [sample for sample in reused if not sample.fallback], seed)
         table += _answer_rows(case.name, reused, seed)
         scores = [(sample.score, sample.dense_score) for sample in case.samples]
         table += _paired_rows(case.name, case.score_name, _tasks(case.samples), scores, seed)
@@ -122,6 +129,22 @@ def _hit_rows(case: Case, seed: int) -> list[Row]:
         lengths = [sample.prompt_tokens for sample in case.samples]
         table.append(Row(case.name, "prompt tokens, mean", float(np.mean(lengths)), "", len(lengths)))
     return table
+
+
+def _guard_rows(case: str, samples: Sequence[Sample], seed: int) -> list[Row]:
+    """Of requests that took something over and whose guard had something to compare (it let all of them pass)."""
+    watched = [(sample.predicted_kl, sample) for sample in samples if sample.predicted_kl is not None]
+    if not watched:
+        return []
+    factors = [max(predicted, PREDICTED_FLOOR) / max(sample.kl_mean, PREDICTED_FLOOR) for predicted, sample in watched]
+    tasks = [sample.task for _, sample in watched]
+    near = [100.0 * (1 / 3 <= factor <= 3) for factor in factors]
+    slipped = [100.0 * (sample.kl_mean > SLIPPED_KL) for _, sample in watched]
+    return [
+        _mean_row(case, "guard: predicted KL within a factor of 3", "%", tasks, near, seed),
+        Row(case, "guard: predicted over measured KL, median", float(np.median(factors)), "×", len(factors)),
+        _mean_row(case, f"guard: passed above {SLIPPED_KL:g} nats/token", "%", tasks, slipped, seed),
+    ]
 
 
 def _answer_rows(case: str, samples: Sequence[Sample], seed: int) -> list[Row]:

@@ -60,7 +60,7 @@ def test_exact_answers_are_full_prefills_and_donors_are_counted(chat_runner: Any
     for sample in case.samples:
         assert sample.same_answer and sample.top1 == 1.0 and max(sample.kl) < 1e-6
         assert min(sample.ttft_s, sample.dense_ttft_s) > 0
-        assert sample.covered_tokens <= sample.possible_tokens <= sample.prompt_tokens
+        assert max(sample.covered_tokens, sample.possible_tokens) <= sample.prompt_tokens
     first, second, again, _ = case.samples
     assert first.possible_tokens == 0 and second.possible_tokens > len(TEXT) - 32
     assert again.possible_tokens == again.prompt_tokens  # the whole prompt, once more

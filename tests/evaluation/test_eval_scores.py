@@ -22,13 +22,9 @@ from kvcomm_p2p.evaluation.scores import (
     common_beginning,
     copied_share,
     corpus_bleu,
-    covered_tokens,
     extra,
 )
 from kvcomm_p2p.evaluation.summary import Case, divergence_rows, estimate, rows
-from kvcomm_p2p.planning.types import Donor, Mode, Plan, Rejected, Span, SpanKind
-from kvcomm_p2p.protocol.anchors import Miss, MissReason
-from kvcomm_p2p.protocol.ids import NodeId, SequenceId
 
 SHORT = st.lists(st.integers(0, 2), max_size=30)
 
@@ -75,23 +71,6 @@ def test_common_beginning() -> None:
     assert common_beginning(ids(1, 2), ids(1, 2, 3)) == 2
     assert common_beginning(ids(), ids(1)) == 0
     assert common_beginning(ids(2, 1), ids(1, 1)) == 0
-
-
-DONOR = Donor(NodeId(bytes(16)), False, SequenceId(bytes(16)), 0, ids(*range(50)), ())
-
-
-def test_covered_is_what_a_donor_holds_however_it_was_used() -> None:
-    spans = (
-        Span(0, 10, SpanKind.EXACT, DONOR),
-        Span(10, 20, SpanKind.RECOMPUTE, why="no donor"),
-        Span(20, 25, SpanKind.RECOMPUTE, DONOR, 5, "head of a reused run"),
-        Span(25, 40, SpanKind.REUSE, DONOR, 10),
-        Span(40, 100, SpanKind.RECOMPUTE, why="no donor"),
-    )
-    short = Rejected(15, 45, DONOR.holder, Miss(MissReason.TOO_SHORT))
-    again = Rejected(40, 45, DONOR.holder, Miss(MissReason.COST))
-    assert covered_tokens(Plan(100, Mode.BALANCED, spans, (), 1.0, 1.0)) == 30
-    assert covered_tokens(Plan(100, Mode.BALANCED, spans, (short, again), 1.0, 1.0)) == 40
 
 
 TEXTS = st.text("ab ,.", max_size=24)
@@ -176,6 +155,18 @@ def test_divergence_is_told_of_requests_that_took_something_over() -> None:
     assert (found["KL from full prefill, largest of tokens"].value, found["same most likely token"].n) == (0.4, 2)
     alone = table(Case("rag", "dense", samples=[nothing]))
     assert alone["KL from full prefill, mean"].value == 5.0
+
+
+def test_the_guards_prediction_is_compared_with_what_was_measured() -> None:
+    predicted = {1: (0.03, 0.012), 2: (0.03, 0.009), 3: (0.03, 0.091), 4: (1e-6, 1e-5), 5: (None, 0.06)}
+    samples = [sample(n, kl=(measured,), predicted_kl=guess) for n, (guess, measured) in predicted.items()]
+    dense_after_all = sample(6, fallback="0.2 predicted", predicted_kl=0.2)
+    found = table(Case("rag", "balanced", samples=[*samples, dense_after_all]))
+    within = found["guard: predicted KL within a factor of 3"]
+    assert (within.value, within.n) == (50.0, 4)
+    assert found["guard: passed above 0.05 nats/token"].value == 25.0
+    assert found["guard: predicted over measured KL, median"].value == pytest.approx((1.0 + 2.5) / 2)
+    assert not any(metric.startswith("guard: ") for metric in table(Case("rag", "exact", samples=[sample(0)])))
 
 
 def test_answers_are_compared_as_they_were_generated() -> None:
