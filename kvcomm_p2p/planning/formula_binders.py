@@ -87,8 +87,7 @@ def _bound_in(part: Items) -> tuple[str, str]:
 def differentials(items: Items) -> dict[int, list[tuple[str, int]]]:
     """Index of an integral sign -> the letters that it binds, each with the index where its scope ends (`x` in `dx`).
 
-    The scope lies between the sign and the differential. Letters that the integrand does not hold are not bound:
-    `\\int f\\,d\\mu` has a measure.
+    The scope lies between the sign and the differential.
     """
     found: dict[int, list[tuple[str, int]]] = {}
     open_signs: list[int] = []
@@ -101,7 +100,7 @@ def differentials(items: Items) -> dict[int, list[tuple[str, int]]]:
         elif open_signs and is_d(item) and at + 1 < len(items) and not is_operator(items[at + 1]):
             sign, variable = open_signs.pop(), items[at + 1]
             letter = letter_of(variable) if isinstance(item, Leaf) else ""
-            if letter and letter in letters(items[sign + 1 : at]):
+            if letter:
                 found.setdefault(sign, []).append((letter, at + 1))
     return found
 

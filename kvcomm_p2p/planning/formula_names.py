@@ -103,7 +103,7 @@ class _Binding:
         if self.kind is _Kind.EVERYWHERE or self.settled:
             return
         if self.kind is _Kind.QUANTIFIER:
-            # One separator belongs to the quantifier: `\forall x: ...`.
+            # One separator belongs to the quantifier where its head ends there: `\forall x > 0: ...`.
             self.separators += role is Role.SEPARATOR
             if role is Role.CONNECTIVE or self.separators > 1:
                 self.phase, self.settled = _Phase.DOUBTFUL, True
@@ -250,7 +250,9 @@ class _Scanner:
             return []
         if any(isinstance(use, _Use) and use.letter == letter and use.binding < 0 for use in self._out[begin:]):
             self._unscoped.add(letter)
-        return [self._binding(letter, _Kind.QUANTIFIER)]
+        binding = self._binding(letter, _Kind.QUANTIFIER)
+        binding.separators = role_of(rest[1]) not in (Role.SEPARATOR, Role.RELATION) if len(rest) > 1 else 0
+        return [binding]
 
     def _mark(self, node: Node) -> None:
         """A bound letter with scripts or a decoration may be another name than the letter alone."""
@@ -294,6 +296,7 @@ class _Scanner:
         for use in uses:
             bindings.setdefault(use.letter, []).append(use.binding)
         for letter, numbers in bindings.items():
+            # Bound but used nowhere: perhaps no name at all, as the measure in `\int f d\mu`.
             idle = any(number >= 0 and numbers.count(number) == 1 for number in numbers)
             if len(set(numbers)) > 1 and (letter in self._marked or idle):
                 self._unscoped.add(letter)

@@ -35,13 +35,15 @@ _OPENING = re.compile(rf"```|`|\\begin\{{(?P<environment>{_OUTER})\}}|\\[\[(]|\$
 _CLOSING = {"$$": "$$", "\\[": "\\]", "\\(": "\\)"}
 _INLINE_CODE = re.compile(r"`[^`\n]+`")
 _INLINE_MATH = re.compile(
-    rf"(?<![A-Za-z0-9$])\$(?!\{{[A-Za-z_]\w*\}})(?![\s$=<>*/,;:.)|&+\]])(?P<body>(?:[^$\\\n`]|\\.|\n(?!\s*\n)){{1,{INLINE_CHARS_MAX}}})"
-    r"(?<![\s=<>+\-*/;:(|&\[\\])\$(?![A-Za-z0-9_{$(])",
+    r"(?<![A-Za-z0-9$])\$(?!\{[A-Za-z_]\w*\})(?![\s$=<>*/,;:.)&\]])"
+    rf"(?P<body>(?:[^$\\\n`]|\\.|\n(?!\s*\n)){{1,{INLINE_CHARS_MAX}}})"
+    r"(?<![\s=</;:(&\[\\])(?<![^^][*+\->])\$(?![A-Za-z0-9_{$(])",
     re.DOTALL,
 )
 _NO_PROSE = re.compile(
     r"\\(?:text\w*|mbox|math\w+|operatorname\*?|begin|end|label|tag\*?)\s*\{[^{}]*\}|\\[A-Za-z]+|[_^]\{[^{}]*\}"
 )
+_CODE = re.compile(r"\.[*+]|\[\^|\|\^|(?:^|\[)(?:[aA]-[zZ]|0-9)|[^^][*+]$|\?$|\\$|\(\?|=~ ?/|^[A-Za-z]{2,}$")
 _PROSE = (
     "the and for but not you are was per our its has had can all any one two off out via who how why did get got yes"
 )
@@ -121,19 +123,21 @@ def _formula_end(text: str, match: re.Match[str]) -> int:
     sign, environment = match[0], match["environment"]
     if sign == "$":
         inline = _INLINE_MATH.match(text, match.start())
-        return inline.end() if inline is not None and not _is_prose(inline["body"]) else -1
+        return inline.end() if inline is not None and not _is_other(inline["body"]) else -1
     closing = f"\\end{{{environment}}}" if environment else _CLOSING.get(sign)
     if closing is None:
         return -1
     at = text.find(closing, match.end(), match.end() + FORMULA_CHARS_MAX)
-    if at < 0 or (sign == "$$" and _is_prose(text[match.end() : at])):
+    if at < 0 or (not environment and _is_other(text[match.end() : at])):
         return -1
     return at + len(closing)
 
 
-def _is_prose(body: str) -> bool:
-    """Whether what stands between dollars holds words outside of macros, their arguments and scripts."""
-    return any(
+def _is_other(body: str) -> bool:
+    """Whether what stands between delimiters is a regular expression or code, a single word, or holds words outside of
+    macros, their arguments and scripts.
+    """
+    return bool(_CODE.search(body)) or any(
         (len(word) > 3 and word not in FUNCTION_WORDS) or word.lower() in _PROSE_WORDS or word in SHORT_WORDS
         for word in re.findall(r"[A-Za-z]{2,}", _NO_PROSE.sub(" ", body))
     )

@@ -238,12 +238,14 @@ class _Row:
 
 def _finished(items: list[Node]) -> Items:
     """A closed sequence: empty braces and mere spacing dropped, bars paired, operators and differentials told."""
-    kept = [item for item in items if item != Branch(GROUP, ((),))]
-    kept = [
-        item
-        for at, item in enumerate(kept)
-        if item != QUAD or (0 < at < len(kept) - 1 and not is_operator(kept[at - 1]) and not is_operator(kept[at + 1]))
-    ]
+    kept: list[Node] = []
+    for item in items:
+        if is_operator(item) and kept and kept[-1] == QUAD:
+            kept.pop()  # wide space holds operands apart; beside an operator it is only space
+        if item != Branch(GROUP, ((),)) and not (item == QUAD and (not kept or is_operator(kept[-1]))):
+            kept.append(item)
+    if kept and kept[-1] == QUAD:
+        kept.pop()
     for bar in ("|", "Vert"):
         kept = _bars_paired(kept, bar)
     return sole_lines(tuple(_told(item, kept[at + 1] if at + 1 < len(kept) else None) for at, item in enumerate(kept)))
