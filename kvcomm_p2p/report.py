@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
     """Tokens [start, end) of the prompt. `kind`: exact, continued, reuse or recompute. `source`: name of the agent that held
     the KV ("" when recomputed, our own name for the local pool). `donor_start`: where it stood in the donor's sequence.
-    `probes`: so many of a reused span's tokens were recomputed all the same, to see how wrong the others are."""
+    `probes`: so many of a reused span's tokens were recomputed all the same, to see how wrong the others are. `anchors`: the
+    beginnings of the ids of those that it comes from, in order. `run`: 1 + index of its run in `PrefillReport.runs`, 0 if it
+    belongs to none."""
 
     start: int
     end: int
@@ -20,6 +24,27 @@ class SpanReport:
     donor_start: int = 0
     why: str = ""
     probes: int = 0
+    anchors: tuple[str, ...] = ()
+    run: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RivalReport:
+    """Another copy of tokens [start, end) of a reused run that was not taken, and why.
+
+    The names are those of `RunReport`; `anchor` is the one that it begins with. `saved_s`: predicted seconds that it would
+    have saved on these tokens; None where it may not be reused.
+    """
+
+    start: int
+    end: int
+    source: str
+    anchor: str
+    donor_start: int
+    provenance: str
+    likeness: float
+    saved_s: float | None
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +54,9 @@ class RunReport:
     `source`: the agent that held it; `donor_start`: where it stood there. `provenance` and `likeness` (0 to 1): how much the
     text before the copy was like the text before it here. `head_tokens`, `probes`, `shift`: its repair. `expected_kl`: its
     share of the expected divergence; `saved_s`: predicted seconds against recomputing it. `deviation`: of the aligned KV
-    where the guard compared it (None: it did not).
+    where the guard compared it (None: it did not). `anchors`: the beginnings of the ids of those it comes from. `hops`: repairs
+    that were behind the copy already. `kv_bytes`: of its blocks, head included, if a peer holds them. `others`: copies that
+    were not taken, the best few.
     """
 
     start: int
@@ -44,6 +71,10 @@ class RunReport:
     expected_kl: float
     saved_s: float
     deviation: float | None = None
+    anchors: tuple[str, ...] = ()
+    hops: int = 0
+    kv_bytes: int = 0
+    others: tuple[RivalReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +108,10 @@ class PrefillReport:
     `slots`: slot name -> token ranges [start, end) of its content in the prompt. `fallback`: why a plan with reuse ended in
     dense prefill ("" if it did not). `wait_lost_s`: seconds spent waiting for peers that did not deliver. `covered_tokens`:
     prompt tokens in any equal run that some donor holds, used or not. `expected_kl` and `predicted_kl`: divergence from full
-    prefill, nats per token of the answer, as planned and as the guard predicts it (None: nothing was compared). `planned_s`
-    and `dense_s`: predicted seconds of the plan, and of computing everything.
+    prefill, nats per token of the answer, as planned and as the guard predicts it (None: nothing was compared). `kl_max`: what
+    it may be (0: only exact KV may be used); `exact_only`: why a mode that may approximate did not. `planned_s` and `dense_s`:
+    predicted seconds of the plan, and of computing everything. `rejected_runs`: on a fallback, the runs that the guard
+    rejected. `planned_only`: a plan that was made to be looked at; nothing was pulled or computed.
     """
 
     mode: str
@@ -101,11 +134,20 @@ class PrefillReport:
     planned_s: float = 0.0
     dense_s: float = 0.0
     runs: tuple[RunReport, ...] = ()
+    kl_max: float = 0.0
+    exact_only: str = ""
+    rejected_runs: tuple[RunReport, ...] = ()
+    planned_only: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""
         # A prompt's slots are a read-only mapping, which asdict cannot copy.
         return asdict(replace(self, slots=dict(self.slots)))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> PrefillReport:
+        """What `as_dict` made, also by way of JSON; unknown fields are left out. Raises ValueError for anything else."""
+        return msgspec.convert(fields, cls)
 
     @property
     def sources(self) -> dict[str, int]:

@@ -137,9 +137,28 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Rival:
+    """Another copy of tokens [start, end) of a reused run that was not taken, and `why`, in a few words for people.
+
+    `donor_start`: where prompt position `start` stands in the donor's sequence. `saved_s`: predicted seconds that it would
+    have saved there; None where it may not be reused at all.
+    """
+
+    start: int
+    end: int
+    donor: Donor
+    donor_start: int
+    provenance: Provenance
+    likeness: float
+    saved_s: float | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunChoice:
     """Why a reused run is filled as it is. `likeness`: 0 to 1, of the contexts within their class; `kl`: its share of the
-    plan's expected divergence; `saved_s`: predicted seconds against recomputing it."""
+    plan's expected divergence; `saved_s`: predicted seconds against recomputing it; `others`: copies that were not taken, the
+    best few."""
 
     start: int
     end: int
@@ -149,6 +168,7 @@ class RunChoice:
     repair: Repair
     kl: float
     saved_s: float
+    others: tuple[Rival, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +201,10 @@ class Plan:
     """What was chosen for each reused run: `spans` with `run` = i + 1 belong to runs[i]."""
     covered: int = 0
     """Prompt tokens that stand in any equal run of any donor, used or not."""
+    kl_max: float = 0.0
+    """The divergence that the request may have, nats per token of the answer; 0 where only exact KV may be used."""
+    exact_only: str = ""
+    """Why a mode that may approximate does not, and what to do about it."""
 
     @property
     def kl(self) -> float:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvcomm_p2p.planning.types import Mode, Plan, RunChoice, Span, SpanKind
+from kvcomm_p2p.planning.spans import blocks_needed, pulled_bytes, span_hops
+from kvcomm_p2p.planning.types import Donor, Mode, Plan, Rival, RunChoice, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
-from kvcomm_p2p.report import MissReport, PrefillReport, RunReport, SpanReport, Timings
+from kvcomm_p2p.report import MissReport, PrefillReport, RivalReport, RunReport, SpanReport, Timings
 from kvcomm_p2p.reuse.donors import FoundDonors
 from kvcomm_p2p.reuse.pulling import Pulled
+
+ID_BYTES_SHOWN = 4
+"""How much of an anchor's id people are shown."""
 
 
 class ReportBuilder:
@@ -29,6 +33,7 @@ class ReportBuilder:
         self._deviations: Mapping[int, float] = {}
         self._fallback = ""
         self._plan: Plan | None = None
+        self._rejected: Plan | None = None
 
     def found(self, found: FoundDonors) -> None:
         """The search is over."""
@@ -55,15 +60,18 @@ class ReportBuilder:
             count, _ = grouped.get((key.anchor_id, miss.reason.value), (0, miss))
             grouped[key.anchor_id, miss.reason.value] = (count + 1, miss)
         for (anchor_id, reason), (count, miss) in grouped.items():
-            what = f"{count} block{'s' if count > 1 else ''} of anchor {anchor_id[:4].hex()}"
+            what = f"{count} block{'s' if count > 1 else ''} of anchor {shown_id(anchor_id)}"
             self._misses.append(MissReport(what, reason, miss.detail))
 
-    def guarded(self, predicted_kl: float | None, deviations: Mapping[int, float], fallback: str) -> None:
-        """The guard has spoken. `deviations`: run number -> mean over its compared tokens."""
+    def guarded(
+        self, predicted_kl: float | None, deviations: Mapping[int, float], fallback: str, plan: Plan | None = None
+    ) -> None:
+        """The guard has spoken (on a fallback: of `plan`). `deviations`: run number -> mean over its compared tokens."""
         self._predicted_kl = predicted_kl
         self._deviations = deviations
         self._fallback = fallback
         if fallback:
+            self._rejected = plan
             self._misses.append(MissReport("reused runs", "residual", fallback))
 
     def finish(self, plan: Plan, timings: Timings) -> PrefillReport:
@@ -98,8 +106,14 @@ class ReportBuilder:
             expected_kl=planned.kl,
             planned_s=planned.planned_s,
             dense_s=planned.dense_s,
-            runs=tuple(self._run(plan, number, run) for number, run in enumerate(plan.runs, start=1)),
+            runs=self._runs(plan),
+            kl_max=planned.kl_max,
+            exact_only=planned.exact_only,
+            rejected_runs=() if self._rejected is None else self._runs(self._rejected),
         )
+
+    def _runs(self, plan: Plan) -> tuple[RunReport, ...]:
+        return tuple(self._run(plan, number, run) for number, run in enumerate(plan.runs, start=1))
 
     def _run(self, plan: Plan, number: int, run: RunChoice) -> RunReport:
         spans = [span for span in plan.spans if span.run == number]
@@ -116,6 +130,23 @@ class ReportBuilder:
             expected_kl=run.kl,
             saved_s=run.saved_s,
             deviation=self._deviations.get(number),
+            anchors=_anchors(spans),
+            hops=max(span_hops(span) for span in spans),
+            kv_bytes=sum(pulled_bytes(spans, run.donor.anchors[0].kv_bytes // run.donor.anchors[0].tokens).values()),
+            others=tuple(self._rival(rival) for rival in run.others),
+        )
+
+    def _rival(self, rival: Rival) -> RivalReport:
+        return RivalReport(
+            start=rival.start,
+            end=rival.end,
+            source=self._peer_name(rival.donor.holder),
+            anchor=_anchor_at(rival.donor, rival.donor_start),
+            donor_start=rival.donor_start,
+            provenance=rival.provenance.name.lower(),
+            likeness=rival.likeness,
+            saved_s=rival.saved_s,
+            why=rival.why,
         )
 
     def _span(self, span: Span) -> SpanReport:
@@ -123,8 +154,31 @@ class ReportBuilder:
         if span.donor is not None and span.kind is not SpanKind.RECOMPUTE:
             source = self._peer_name(span.donor.holder)
         return SpanReport(
-            span.start, span.end, span.kind.value, source, span.donor_start if source else 0, span.why, span.probes
+            start=span.start,
+            end=span.end,
+            kind=span.kind.value,
+            source=source,
+            donor_start=span.donor_start if source else 0,
+            why=span.why,
+            probes=span.probes,
+            anchors=_anchors([span]) if source else (),
+            run=span.run,
         )
+
+
+def shown_id(anchor_id: bytes) -> str:
+    """The beginning of an id, for people."""
+    return anchor_id[:ID_BYTES_SHOWN].hex()
+
+
+def _anchors(spans: Sequence[Span]) -> tuple[str, ...]:
+    """Those that the spans come from, in order."""
+    ids = [meta.anchor_id for span in spans for meta, _ in blocks_needed(span)]
+    return tuple(shown_id(anchor_id) for anchor_id in dict.fromkeys(ids))
+
+
+def _anchor_at(donor: Donor, position: int) -> str:
+    return next(shown_id(meta.anchor_id) for meta in donor.anchors if meta.start <= position < meta.end)
 
 
 def _joined(plan: Plan) -> list[Span]:
@@ -135,7 +189,7 @@ def _joined(plan: Plan) -> list[Span]:
         if (
             last is not None
             and last.donor is span.donor
-            and (last.kind, last.why) == (span.kind, span.why)
+            and (last.kind, last.why, last.run) == (span.kind, span.why, span.run)
             and (span.donor is None or last.donor_start + last.tokens == span.donor_start)
         ):
             joined[-1] = replace(last, end=span.end, probes=last.probes + span.probes)
