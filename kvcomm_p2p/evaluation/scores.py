@@ -19,8 +19,6 @@ RUN_TOKENS = 16
 """Shortest equal run that counts as possible to take over: a fingerprint's window."""
 
 _BLEU_ORDERS = 4
-BLEU_TERMS = 2 + 2 * _BLEU_ORDERS
-"""Length of `bleu_terms`."""
 
 
 @dataclass(frozen=True, slots=True)
