@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,22 +23,23 @@ from kvcomm_p2p.errors import CancelledByCaller, ConfigError, UsageError
 from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.threads import helper_pool
+from kvcomm_p2p.modes import exact_only_reason, parse_mode
 from kvcomm_p2p.net.driver import check_seed
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare, prepare_ids
 from kvcomm_p2p.reply import Prefilled, Reply
+from kvcomm_p2p.report import PrefillReport
 from kvcomm_p2p.reuse.engine import Filled
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.stack import AgentStack, Publication, build_stack
-
-EXACT_ONLY_ROLES = frozenset({"judge", "selector", "voter", "ranker"})
-"""Roles that compare candidates: approximate reuse is known to push their verdicts towards chance."""
 
 GENERATIONS_MAX = 16
 """`generate` calls that decode at the same time; more wait their turn."""
 
 CLOSE_WAIT_S = 5.0
 """How long `close` waits for what it cancelled to end by itself."""
+
+T = TypeVar("T")
 
 
 class Agent:
@@ -82,8 +83,6 @@ class Agent:
         self._starting = False
         self._cancels: set[threading.Event] = set()
         self._idle = threading.Condition()
-
-    # ------------------------------------------------------------------------------------------------------ life cycle
 
     async def __aenter__(self) -> Agent:
         await self.start()
@@ -156,8 +155,6 @@ class Agent:
             for event in self._cancels:
                 event.set()
 
-    # ------------------------------------------------------------------------------------------------------ properties
-
     @property
     def address(self) -> str:
         """Control address that others join."""
@@ -176,7 +173,10 @@ class Agent:
         stack = self._running()
         return AgentStatus.of(stack, self.name, self.role, self._totals, time.monotonic() - self._started_at)
 
-    # ------------------------------------------------------------------------------------------------------- main path
+    @property
+    def last_report(self) -> PrefillReport | None:
+        """Of the last `generate` or `prefill` that was filled; None before the first. It holds no text."""
+        return self._totals.last
 
     async def generate(
         self,
@@ -281,13 +281,27 @@ class Agent:
         with self._in_flight(stack) as cancel:
             return (await self._fill(stack, prompt, chosen, cancel, rows_extra=rows_extra, publish=publish)).filled
 
+    async def explain(
+        self,
+        prompt: str | list[dict[str, Any]],
+        *,
+        slots: Mapping[str, str | Text] | None = None,
+        mode: str = "balanced",
+    ) -> PrefillReport:
+        """What `generate` would do with a prompt now: its report without an outcome. Donors are looked up and asked for token
+        ids; nothing is pulled, computed or published. Raises UsageError, CancelledByCaller."""
+        stack = self._running()
+        chosen = parse_mode(mode)
+        with self._in_flight(stack):
+            prepared = await self._prepare(stack, prompt, slots, "public", "")
+            reason = exact_only_reason(self.role)
+            return await self._done(stack, stack.engine.explain(prepared, chosen, exact_only=reason))
+
     async def settled(self) -> None:
         """Wait until everything prefilled or generated so far is published (it is found by this node's peers a gossip
         interval later)."""
         stack = self._running()
         await asyncio.get_running_loop().run_in_executor(None, stack.settle)
-
-    # ---------------------------------------------------------------------------------------------------------- inside
 
     async def _prepare(
         self,
@@ -311,8 +325,11 @@ class Agent:
     async def _fill(
         self, stack: AgentStack, prompt: PreparedPrompt, mode: Mode, cancel: threading.Event, **options: Any
     ) -> Publication:
-        exact_only = f"role {self.role!r} compares candidates" if self.role.lower() in EXACT_ONLY_ROLES else ""
-        work = stack.fill(prompt, mode, exact_only=exact_only, cancelled=cancel.is_set, **options)
+        reason = exact_only_reason(self.role)
+        return await self._done(stack, stack.fill(prompt, mode, exact_only=reason, cancelled=cancel.is_set, **options))
+
+    async def _done(self, stack: AgentStack, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, on the driver's loop."""
         future = asyncio.wrap_future(stack.driver.run(work))
         try:
             await asyncio.wait([future])
@@ -379,11 +396,3 @@ class Agent:
         if self._stack is None:
             raise UsageError(f"agent {self.name!r} is not running: use 'async with Agent(...)' or call start() first")
         return self._stack
-
-
-def parse_mode(mode: str | Mode) -> Mode:
-    """Raises UsageError naming the modes there are."""
-    try:
-        return Mode(mode)
-    except ValueError:
-        raise UsageError(f"mode {mode!r} is not known: use one of {', '.join(m.value for m in Mode)}") from None

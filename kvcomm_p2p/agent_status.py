@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 
 
 class Totals:
-    """Sums over all prefills of an agent. Thread safe."""
+    """Sums over all prefills of an agent, and the report of the last one. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self._wait_lost_s = 0.0
+        self.last: PrefillReport | None = None
 
     def add(self, report: PrefillReport) -> None:
         """Count one prefill."""
         with self._lock:
+            self.last = report
             self._sums["requests"] += 1
             for name in ("prompt", "exact", "continued", "reused", "recomputed"):
                 self._sums[f"{name}_tokens"] += getattr(report, f"{name}_tokens")

@@ -7,6 +7,8 @@ connection cancels the request.
         -> {"event": "text", "text"}*, {"event": "done", "reply": {text, finish_reason, ttft_s, total_s, report}}
     {"op": "status"}                                      -> {"event": "done", "status": {...}}
     {"op": "compare", "prompt", "slots", "tokens": 32}    -> {"event": "done", "comparison": {...}}
+    {"op": "explain", "prompt", "slots", "mode"}          -> {"event": "done", "report": {...}}, of a plan, not carried out
+    {"op": "explain", "last": true}                       -> {"event": "done", "report": {...}}, of the last request
     {"op": "stop"}                                        -> {"event": "done"}, then the node leaves
     any                                                   -> {"event": "error", "kind": "UsageError", "message": "..."}
 """

@@ -20,6 +20,7 @@ from kvcomm_p2p.local_names import NameClaim
 if TYPE_CHECKING:
     from kvcomm_p2p.agent import Agent
     from kvcomm_p2p.model.decoding import Sampling
+    from kvcomm_p2p.report import PrefillReport
 
 REQUEST_WAIT_S = 5.0
 COMPARE_TOKENS_DEFAULT = 32
@@ -111,11 +112,13 @@ class LocalServer:
             await _send(writer, {"event": "done", "status": self._agent.status().as_dict()})
         elif op == "compare":
             await self._compare(request, writer)
+        elif op == "explain":
+            await _send(writer, {"event": "done", "report": (await self._explained(request)).as_dict()})
         elif op == "stop":
             await _send(writer, {"event": "done"})
             self._stop_requested.set()
         else:
-            raise UsageError(f"unknown op {op!r}: use ask, status, compare or stop")
+            raise UsageError(f"unknown op {op!r}: use ask, status, compare, explain or stop")
 
     async def _ask(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
         stream = self._agent.stream(
@@ -143,6 +146,14 @@ class LocalServer:
 
         comparison = await compare(self._agent, self._prompt(request), _slots(request), tokens)
         await _send(writer, {"event": "done", "comparison": comparison})
+
+    async def _explained(self, request: Mapping[str, Any]) -> PrefillReport:
+        if request.get("last") is not True:
+            return await self._agent.explain(self._prompt(request), slots=_slots(request), mode=_mode(request))
+        report = self._agent.last_report
+        if report is None:
+            raise UsageError(f"node {self._agent.name!r} has had no request yet: ask it something first")
+        return report
 
     def _prompt(self, request: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         prompt = request.get("prompt")

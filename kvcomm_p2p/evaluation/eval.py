@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcomm_p2p.agent import Agent, parse_mode
+from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import KVCommError, UsageError
 from kvcomm_p2p.evaluation.compare import aside
 from kvcomm_p2p.evaluation.metrics import Continuation, Divergence, continue_greedily, diverge_at_once
@@ -33,6 +33,7 @@ from kvcomm_p2p.evaluation.workloads.types import Ask, Task, Workload
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.decoding import Sampling, end_tokens
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.modes import parse_mode
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.stack import Publication
 
