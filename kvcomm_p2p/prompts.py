@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.planning.chains import group_tag
-from kvcomm_p2p.planning.formulas import find_formulas, formula_fingerprint
+from kvcomm_p2p.planning.formulas import LEAVES_MIN, find_formulas, formula_fingerprint
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.prompt_text import (
@@ -141,16 +141,12 @@ def prepare_ids(
     return PreparedPrompt(token_ids=_frozen(ids), visibility=_marks(whole, [], _NO_OFFSETS, key))
 
 
-FORMULA_TOKENS_MIN = 8
-"""Shorter formulas are in every text on a subject: they name nothing."""
-
-
 def _formula_marks(text: str, offsets: npt.NDArray[np.int64], key: bytes) -> list[ContentMark]:
-    """Names of the formulas in a text, equal for all spellings and namings of one formula."""
+    """Names of the formulas in a text, equal for all spellings and namings of one formula; tiny ones name nothing."""
     marks = []
     for formula in find_formulas(text):
         for start, end in _inside(offsets, [(formula.start, formula.end)]):
-            if end - start >= FORMULA_TOKENS_MIN:
+            if formula.leaves >= LEAVES_MIN:
                 marks.append(ContentMark(start, end - start, formula_fingerprint(formula.canonical, key)))
     return marks
 

@@ -8,27 +8,28 @@ what their papers describe, on the same aligned KV, so that only the rule differ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvcomm_p2p.evaluation.cases import Case
-from kvcomm_p2p.evaluation.metrics import Divergence, diverge_at_once
+from kvcomm_p2p.evaluation.metrics import Divergence, compare_log_probs, diverge_at_once
 from kvcomm_p2p.model.cache import KVCache, LayerRepair
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.spec import Profile, RotaryGeometry
 from kvcomm_p2p.planning.candidates import Candidate, head_tokens
-from kvcomm_p2p.planning.divergence import Symptoms
-from kvcomm_p2p.planning.repairs import choose_repairs
+from kvcomm_p2p.planning.divergence import DivergenceFit, Symptoms
+from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs
 from kvcomm_p2p.planning.spans import recompute_positions
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, Repair, ReuseRules, RunChoice, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
 from kvcomm_p2p.reuse.align import align_span, interpolate
 from kvcomm_p2p.reuse.correctors import ProbeShift, ShiftRun, kvcomm_average, nearest_tokens
 from kvcomm_p2p.reuse.deviations import Deviation, observe
-from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
+from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
+from kvcomm_p2p.reuse.replan import widened
 from kvcomm_p2p.reuse.shifting import plan_shift
 
 Rows = npt.NDArray[np.int64]
@@ -45,6 +46,20 @@ class Outcome:
     divergence: Divergence
     cost: float
     symptoms: Symptoms | None = None
+
+    def predicted(self, fit: DivergenceFit) -> float | None:
+        """The divergence that the guard predicts; None where it saw nothing."""
+        return None if self.symptoms is None else fit.kl(self.symptoms)
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """What came of a prompt: what the guard said first (RECOMPUTE: at last), the divergence that it predicted for what was
+    tried last (None: nothing was), and what the user got."""
+
+    verdict: Verdict
+    predicted_kl: float | None
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +96,26 @@ class Laboratory:
         divergence = diverge_at_once(self._runner, case.full, cache, logits)
         return Outcome(divergence, inside / max(1, int(case.reusable.sum())))
 
-    def planned(self, case: Case, rules: ReuseRules) -> Outcome:
-        """As the engine does it: repairs by provenance from measured rules, its guard watching."""
-        return self.carried_out(
-            case, plan_of(case, choose_repairs(case.runs, rules, COSTS_EVEN, len(case.token_ids)), rules)
-        )
+    def planned(self, case: Case, rules: ReuseRules, fit: DivergenceFit) -> Guarded:
+        """As the engine does it: repairs by provenance from measured rules; then its guard keeps, widens, or prefills."""
+        tokens = len(case.token_ids)
+        usable = tuple(run for run in case.runs if allowed_repairs(run, rules, tokens))
+        if not usable:
+            return Guarded(Verdict.RECOMPUTE, None, self._dense(case))
+        chosen = replace(case, runs=usable)
+        plan = plan_of(chosen, choose_repairs(usable, rules, COSTS_EVEN, tokens), rules)
+        outcome = self.carried_out(chosen, plan)
+        first = said = verdict(outcome.predicted(fit), rules.kl_max, may_widen=True)
+        if said is Verdict.WIDEN:
+            outcome = self.carried_out(chosen, widened(plan, WIDEN_HEAD_FACTOR, rules))
+            said = verdict(outcome.predicted(fit), rules.kl_max, may_widen=False)
+        predicted = outcome.predicted(fit)
+        if said is Verdict.RECOMPUTE:
+            return Guarded(said, predicted, self._dense(case))
+        return Guarded(first, predicted, outcome)
+
+    def _dense(self, case: Case) -> Outcome:
+        return Outcome(compare_log_probs(case.full.log_probs, case.full.log_probs), 1.0)
 
     @property
     def profile(self) -> Profile | None:

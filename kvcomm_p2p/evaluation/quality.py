@@ -109,8 +109,8 @@ def _measured(laboratory: Laboratory, case: Case, shares: Sequence[float], seed:
     found = {"noise: full prefill in two halves": laboratory.noise(case)}
     for mode in (Mode.BALANCED, Mode.FAST):
         rules = profile_rules(laboratory.profile, mode)
-        if rules is not None:
-            found[f"kvcomm, {mode.value}"] = laboratory.planned(case, rules)
+        if rules is not None and laboratory.profile is not None:
+            found[f"kvcomm {mode.value}"] = laboratory.planned(case, rules, laboratory.profile.divergence).outcome
     for share in shares:
         for name, filling in laboratory.methods(case, share, seed).items():
             free = not len(filling.rows)

@@ -30,7 +30,7 @@ from kvcomm_p2p.report import PrefillReport, Timings
 from kvcomm_p2p.reuse.align import Aligner, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
-from kvcomm_p2p.reuse.guard import RepairWatch, symptoms
+from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
@@ -41,11 +41,6 @@ GUARD_PROBES = 6
 
 INTERPOLATED_TOKENS = 3
 """In fast mode, holes of up to so many tokens inside a run are interpolated."""
-
-WIDEN_KL_FACTOR = 3.0
-"""A predicted divergence up to this many times the budget is answered by longer heads; a larger one by dense prefill."""
-
-WIDEN_HEAD_FACTOR = 4
 
 T = TypeVar("T")
 
@@ -288,13 +283,13 @@ class ReuseEngine:
         started = time.perf_counter()
         repaired = self._repair(ids, cache, plan, lead, cancelled)
         predicted, fallback = repaired.predicted_kl, ""
-        if predicted is not None and rules.kl_max < predicted <= WIDEN_KL_FACTOR * rules.kl_max:
+        if verdict(predicted, rules.kl_max, may_widen=True) is Verdict.WIDEN:
             plan = widened(plan, WIDEN_HEAD_FACTOR, rules)
             # Rows of earlier heads are right already: what stands before the first longer head does not change.
             since = min(span.start for span in plan.spans if span.run)
             repaired = self._repair(ids, cache, plan, max(lead, since), cancelled)
             predicted = repaired.predicted_kl
-        if predicted is not None and not predicted <= rules.kl_max:
+        if verdict(predicted, rules.kl_max, may_widen=False) is Verdict.RECOMPUTE:
             fallback = (
                 f"{predicted:.3g} nats/token predicted from what was recomputed, more than the {rules.kl_max:.3g} allowed"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,28 @@ from kvcomm_p2p.model.cache import LayerRepair
 from kvcomm_p2p.planning.divergence import RunDeviation, Symptoms
 from kvcomm_p2p.planning.spans import probe_positions
 from kvcomm_p2p.planning.types import Plan, Span, SpanKind
+
+WIDEN_KL_FACTOR = 3.0
+"""A predicted divergence up to this many times the budget is answered by longer heads; a larger one by dense prefill."""
+
+WIDEN_HEAD_FACTOR = 4
+
+
+class Verdict(enum.Enum):
+    """What the guard says of a repaired prompt."""
+
+    KEEP = "keep"
+    WIDEN = "widen"
+    RECOMPUTE = "recompute"
+
+
+def verdict(predicted_kl: float | None, kl_max: float, *, may_widen: bool) -> Verdict:
+    """From the predicted divergence (None: nothing was reused; NaN: broken KV) and the budget, nats per token."""
+    if predicted_kl is None or predicted_kl <= kl_max:
+        return Verdict.KEEP
+    if may_widen and predicted_kl <= WIDEN_KL_FACTOR * kl_max:
+        return Verdict.WIDEN
+    return Verdict.RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
