@@ -1,13 +1,30 @@
 """Where a copy was computed, against where we want to put it.
 
-KV of a run carries the influence of all that stood before it. Measured on the default model (a 400-token document,
-rotated, nothing recomputed; KL against full prefill, nats per token): behind a system prompt that differs in a few words
-0.0003, behind another role's 0.014, behind one start token 0.032, behind nothing 0.056, behind another document 0.072.
-So of several copies of the same content, the one whose context is most like ours is the best, however it is repaired.
+KV of a run carries the influence of all that stood before it, so of several copies of the same content, the one whose
+context is most like ours is the best, however it is repaired. Measured on the default model with three documents, 256
+tokens of each moved and rotated: KL against full prefill, nats per token of the answer (geometric means; within a
+column the order was nearly the same for each document), with nothing and with the first 32 tokens recomputed:
 
-Likeness of two windows is the cosine of their sets of token pairs: from the token ids where the donor's are known, else
-estimated from SimHashes (two bits differ with probability angle / pi, and simhash votes by token pairs as well). One word
-changed in 40 tokens gives about 0.95, unrelated windows 0 to 0.2.
+    our context                  the copy's context                       rotated   first 32
+    system prompt of 74 tokens   5 % of its words differ                   0.0015    0.0007
+                                 10 %                                      0.006     0.003
+                                 another role's system prompt              0.009     0.0025
+                                 two other roles'                          0.013     0.004
+                                 the chat template only                    0.035     0.008
+                                 nothing                                   0.13      0.014
+                                 ours, then 50 tokens of another document  0.07      0.012
+                                 ours, then 300 tokens                     0.11      0.03
+    system prompt, 250 tokens    other system prompt, same document        0.0007    0.0003
+    of a document                the same document and one before it       0.007     0.0035
+                                 another document                          0.011     0.005
+                                 other system prompt, another document     0.012     0.006
+                                 nothing                                   0.05      0.014
+                                 the system prompt, no document            0.065     0.027
+
+So other text is bad where we have none, and where we have other text too, it is better than none. Likeness of two windows
+is the cosine of their sets of token pairs: from the token ids where the donor's are known, else estimated from SimHashes
+(two bits differ with probability angle / pi, and simhash votes by token pairs as well). One word changed in 40 tokens gives
+about 0.95, unrelated windows 0 to 0.2.
 """
 
 from __future__ import annotations
@@ -27,15 +44,25 @@ from kvcomm_p2p.protocol.anchors import CONTEXT_TOKENS
 BARE_TOKENS_MAX = 7
 """A copy with no more tokens before it than this was computed behind nothing."""
 
-ALIKE_MIN = 0.6
-"""Windows from this likeness on are nearly the same: about a fifth of their tokens changed one by one, or twice as many
-in runs."""
+NEARLY_MIN, ALIKE_MIN = 0.85, 0.7
+"""Windows from this likeness on are nearly the same (about 7 % of their tokens changed one by one, or twice as many in
+runs), or alike."""
 
-LENGTHS_MIN = 0.5
+NEARLY_LENGTHS_MIN = 0.8
 """Contexts of which one is shorter than this part of the other are not nearly the same, whatever they hold."""
 
-ROLE_TOKENS_MAX = 128
-"""Contexts up to this length are a system prompt and a template; in longer ones there is other text."""
+SHORTER_MIN, LONGER_MIN = 0.5, 0.3
+"""Below this ratio of the lengths a shorter context counts as none, and a longer one as other text."""
+
+INSERTED_TOKENS = 4
+"""So many tokens right before the run on one side, found further back on the other, tell that text was inserted there."""
+
+INSERTED_SHARE = 0.5
+"""What was inserted counts if it is at least this part of the whole context on the side that does not have it: long
+conversations repeat their template every few hundred tokens."""
+
+_LOOKED_AT_MAX = 2048
+"""Tokens before a run in which they are looked for."""
 
 _NEAR_SHARE, _FIRST_SHARE, _LENGTHS_SHARE = 0.6, 0.25, 0.15
 """What the tokens right before, the first ones and the lengths count in `Context.likeness`."""
@@ -48,7 +75,9 @@ class Context:
     `same`: equal as far as anybody knows. `bare`: nothing, or at most BARE_TOKENS_MAX tokens, in the donor. `near` and
     `first`: likeness (0 to 1) of the up to CONTEXT_TOKENS tokens right before the run, and of the first ones; what is not
     known of the donor counts as unlike. `lengths`: the shorter context's length over the longer one's (1 for two empty
-    ones). `tokens`: length of the longer one. `moved`: by how many positions the run moves towards the prompt's end.
+    ones). `moved`: by how many positions the run moves towards the prompt's end. `more`: what stands right before the run
+    in the prompt stands further back in the donor, so the donor has much other text in between; `less`: the other way
+    round.
     """
 
     same: bool
@@ -56,8 +85,9 @@ class Context:
     near: float
     first: float
     lengths: float
-    tokens: int
     moved: int
+    more: bool
+    less: bool
 
     @property
     def likeness(self) -> float:
@@ -76,14 +106,16 @@ def context_likeness(prompt_ids: TokenIds, prompt_start: int, donor: Donor, dono
     if not (donor.start <= donor_start <= donor.end and 0 <= prompt_start <= len(prompt_ids)):
         raise ValueError(f"no run can begin at {donor_start} of the donor and {prompt_start} of the prompt")
     longer = max(donor_start, prompt_start)
+    theirs = donor.token_ids[: donor_start - donor.start]
     return Context(
         same=_same(prompt_ids, prompt_start, donor, donor_start, key),
         bare=donor_start <= BARE_TOKENS_MAX,
         near=_near(prompt_ids, prompt_start, donor, donor_start, key),
         first=_first(prompt_ids, prompt_start, donor, donor_start, key),
         lengths=min(donor_start, prompt_start) / longer if longer else 1.0,
-        tokens=longer,
         moved=prompt_start - donor_start,
+        more=_inserted(prompt_ids[:prompt_start], theirs) > INSERTED_SHARE * prompt_start,
+        less=_inserted(theirs, prompt_ids[:prompt_start]) > INSERTED_SHARE * donor_start,
     )
 
 
@@ -93,10 +125,15 @@ def kind(context: Context) -> Provenance:
         return Provenance.SAME
     if context.bare:
         return Provenance.BARE
-    alike = context.near >= ALIKE_MIN
-    if alike and context.first >= ALIKE_MIN and context.lengths >= LENGTHS_MIN:
-        return Provenance.NEAR
-    return Provenance.ROLE if alike or context.tokens <= ROLE_TOKENS_MAX else Provenance.OTHER
+    if context.more or context.less:
+        return Provenance.OTHER if context.more else Provenance.BARE
+    if context.near >= ALIKE_MIN:
+        nearly = min(context.near, context.first) >= NEARLY_MIN and context.lengths >= NEARLY_LENGTHS_MIN
+        return Provenance.NEAR if nearly else Provenance.ROLE
+    shorter = context.moved > 0
+    if context.lengths < (SHORTER_MIN if shorter else LONGER_MIN):
+        return Provenance.BARE if shorter else Provenance.OTHER
+    return Provenance.ROLE
 
 
 def _same(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, key: bytes) -> bool:
@@ -137,6 +174,16 @@ def _first(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, 
     )
     by_hash = _estimate(donor.anchors[0].context_first, prompt[: min(told, prompt_start)], key) if told else 0.0
     return (told * by_hash + (length - told) * by_ids) / length
+
+
+def _inserted(before: TokenIds, other: TokenIds) -> int:
+    """How many tokens follow in `other` where the last INSERTED_TOKENS of `before` stand last; 0 if they do not."""
+    last, other = before[-INSERTED_TOKENS:], other[-_LOOKED_AT_MAX:]
+    if len(last) < INSERTED_TOKENS or len(other) < INSERTED_TOKENS:
+        return 0
+    at = np.flatnonzero(other[: len(other) - INSERTED_TOKENS + 1] == last[0])
+    places = at[(other[at + 1] == last[1]) & (other[at + 2] == last[2]) & (other[at + 3] == last[3])]
+    return len(other) - INSERTED_TOKENS - int(places[-1]) if len(places) else 0
 
 
 def _alike(a: TokenIds, b: TokenIds) -> float:

@@ -50,6 +50,8 @@ def seen(ours: Tokens, theirs: Tokens) -> Context:
 
 
 NOTHING = words(0, 0)
+GLUE = words(6, 5)
+"""What a chat template puts between a system prompt and the user's text: the run begins with it where both have it."""
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,19 @@ NOTHING = words(0, 0)
         (joined(ROLE, DOCUMENT), joined(ROLE, edited(DOCUMENT, 20)), Provenance.NEAR),
         (ROLE, OTHER_ROLE, Provenance.ROLE),
         (ROLE, edited(ROLE, 20), Provenance.ROLE),
-        (NOTHING, ROLE, Provenance.ROLE),
+        (ROLE, joined(OTHER_ROLE, ROLE[:40]), Provenance.ROLE),
         (joined(ROLE, DOCUMENT), joined(OTHER_ROLE, DOCUMENT), Provenance.ROLE),
+        (joined(ROLE, GLUE, DOCUMENT), joined(ROLE, GLUE, OTHER_DOCUMENT), Provenance.ROLE),
+        (joined(ROLE, GLUE, DOCUMENT), joined(OTHER_ROLE, GLUE, OTHER_DOCUMENT, DOCUMENT), Provenance.ROLE),
         (ROLE, NOTHING, Provenance.BARE),
         (ROLE, ROLE[-7:], Provenance.BARE),
+        (ROLE, OTHER_ROLE[:20], Provenance.BARE),
         (joined(ROLE, DOCUMENT), NOTHING, Provenance.BARE),
+        (joined(ROLE, GLUE, DOCUMENT), joined(ROLE, GLUE), Provenance.BARE),
+        (joined(ROLE, GLUE, DOCUMENT[:60]), joined(OTHER_ROLE, GLUE), Provenance.BARE),
         (ROLE, joined(ROLE, DOCUMENT), Provenance.OTHER),
+        (joined(ROLE, GLUE), joined(ROLE, GLUE, DOCUMENT[:50]), Provenance.OTHER),
+        (joined(ROLE, GLUE), joined(OTHER_ROLE, GLUE, DOCUMENT[:50]), Provenance.OTHER),
         (ROLE, joined(OTHER_ROLE, DOCUMENT), Provenance.OTHER),
         (ROLE, DOCUMENT, Provenance.OTHER),
     ],
@@ -79,7 +88,16 @@ def test_classes(ours: Tokens, theirs: Tokens, expected: Provenance) -> None:
     assert kind(context) is expected
     assert context.bare is (len(theirs) < 8)
     assert context.moved == len(ours) - len(theirs)
-    assert context.tokens == max(len(ours), len(theirs))
+
+
+def test_a_template_that_a_long_conversation_repeats_tells_nothing() -> None:
+    turns = [joined(GLUE, words(20 + i, 60)) for i in range(12)]
+    ours, theirs = joined(ROLE, *turns[:6], GLUE), joined(ROLE, *turns[6:])
+    context = seen(ours, theirs)
+    assert not context.more
+    assert kind(context) is Provenance.ROLE
+    alone = seen(joined(ROLE, GLUE), joined(ROLE, turns[0]))
+    assert alone.more and not alone.less
 
 
 @pytest.mark.parametrize("start", [32, 64, 128, 256, 448])
