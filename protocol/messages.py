@@ -214,7 +214,7 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
             simhashes = _SIMHASHES.pack(meta.content, meta.context_first, meta.context_last)
         except struct.error:
             raise ValueError("a SimHash is not a number below 2 ** 64") from None
-        return cls(seq, *(getattr(meta, name) for name in _META_FIELDS), simhashes=simhashes)
+        return cls(seq=seq, simhashes=simhashes, **{name: getattr(meta, name) for name in _META_FIELDS})
 
     def meta(self) -> AnchorMeta:
         simhashes = _SIMHASHES.unpack(self.simhashes)
