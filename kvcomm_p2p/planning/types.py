@@ -59,13 +59,15 @@ class Repair:
 
     The first min(head_tokens, n // 4) of the run's n tokens are recomputed, and `probe_share` of the others, evenly spaced.
     `shift`: what is not recomputed is corrected by the probes' shrunk mean residual. `kl`: expected divergence, nats per
-    token of the answer, if the whole prompt were such runs.
+    token of the answer, if the whole prompt were such runs. `memory`: what is not recomputed is corrected by remembered
+    deviations; for the guard at most an eighth of the tokens are recomputed.
     """
 
     head_tokens: int
     probe_share: float = 0.0
     shift: bool = False
     kl: float = 0.0
+    memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +174,23 @@ class RunChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class UnusedRun:
+    """Equal pieces of one donor, ascending in prompt and donor, that were recomputed all the same."""
+
+    donor: Donor
+    pieces: tuple[Run, ...]
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
-    """A run that was found but not used."""
+    """Something that was found but not used. `run`: what it was, if it was no exact prefix."""
 
     start: int
     end: int
     holder: NodeId
     miss: Miss
+    run: UnusedRun | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +233,10 @@ class ReuseRules:
     is not reused. Every reused run gets at least `guard_probes` probes. `hole_head_tokens` are recomputed behind a hole
     (a place where the donor differs); holes of at most `interpolated_tokens` are filled from their neighbours instead of
     recomputed.
+
+    `short`: per provenance the one way in which runs of `short_tokens_min` to `run_tokens_min` - 1 tokens may be reused; a
+    provenance that is missing is not. `short_from`: per provenance the first prompt position where what it takes may be
+    used, 0 unless given.
     """
 
     approximate: bool
@@ -232,9 +248,28 @@ class ReuseRules:
     guard_probes: int = 0
     hole_head_tokens: int = 4
     interpolated_tokens: int = 0
+    short: Mapping[Provenance, Repair] = field(default_factory=lambda: _NO_REPAIR)
+    short_tokens_min: int = 16
+    short_from: Mapping[Provenance, int] = field(default_factory=lambda: _EVERYWHERE)
+
+    def options(self, provenance: Provenance, start: int, tokens: int) -> tuple[Repair, ...]:
+        """The measured repairs of a run of `tokens` equal tokens at prompt position `start`, cheapest first."""
+        if tokens >= self.run_tokens_min:
+            return self.repairs.get(provenance, ())
+        # Position 0 is like no other: everything attends to it.
+        if tokens < self.short_tokens_min or start < max(1, self.short_from.get(provenance, 0)):
+            return ()
+        return (self.short[provenance],) if provenance in self.short else ()
+
+    @property
+    def reused_tokens_min(self) -> int:
+        """Fewer equal tokens are never reused."""
+        return self.short_tokens_min if self.short else self.run_tokens_min
 
 
 _UNMEASURED: Mapping[Provenance, tuple[Repair, ...]] = MappingProxyType({each: (Repair(32),) for each in Provenance})
+_NO_REPAIR: Mapping[Provenance, Repair] = MappingProxyType({})
+_EVERYWHERE: Mapping[Provenance, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
