@@ -42,6 +42,7 @@ class Mode(str, enum.Enum):
 
     EXACT = "exact"
     BALANCED = "balanced"
+    FAST = "fast"
     DENSE = "dense"
 
 
@@ -139,6 +140,40 @@ def ask(
 
     asked = Question(question, tuple(file or ()), tuple(slot or ()), mode.value, {"max_new_tokens": max_new_tokens})
     run_ask(load_settings().runtime_dir, node, asked, as_json=as_json)
+
+
+@app.command()
+@guarded
+def explain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name of a running node.")],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="A prompt, which is not run; - reads it from stdin.")
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="The node's last request instead, with its outcome.")] = False,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", metavar="PATH", help="Text that stands before the prompt; repeatable."),
+    ] = None,
+    slot: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TEXT", help="Text for {NAME} in the prompt; NAME=@FILE reads it; repeatable."),
+    ] = None,
+    mode: Annotated[
+        Mode | None, typer.Option(help="How much approximation would be allowed [default: balanced].")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a node would fill a prompt, or did fill the last one: what from where, and why not from elsewhere."""
+    from kvcomm_p2p.cli.ask import Question
+    from kvcomm_p2p.cli.explain import explain_body, run_explain
+
+    if (prompt is None) != last or (last and (file or slot or mode)):
+        raise typer.BadParameter('give either a prompt or --last alone, e.g. kvcomm explain a "What is new?"')
+    body: dict[str, object] = {"op": "explain", "last": True}
+    if prompt is not None:
+        question = Question(prompt, tuple(file or ()), tuple(slot or ()), (mode or Mode.BALANCED).value)
+        body = explain_body(question)
+    run_explain(load_settings().runtime_dir, node, body, as_json=as_json)
 
 
 @app.command()

@@ -10,6 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
+from kvcomm_p2p.units import duration, size
+
+__all__ = ["PIPED_COLUMNS", "duration", "emit", "size", "stderr", "stdout", "write_text"]
+
 PIPED_COLUMNS = 160
 """Width of tables that go to a file or a pipe, where nothing wraps."""
 
@@ -34,27 +38,6 @@ def write_text(text: str) -> None:
     """Writes an answer's piece as it is (no markup, no wrapping) and flushes it."""
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def size(count_bytes: float) -> str:
-    """Bytes for people: 512 B, 23.1 MB."""
-    for unit in ("B", "kB", "MB"):
-        if count_bytes < 1000:
-            return f"{count_bytes:.0f} B" if unit == "B" else f"{count_bytes:.1f} {unit}"
-        count_bytes /= 1000
-    return f"{count_bytes:.1f} GB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 85 ms, 1.23 s, 4 min 10 s, 2 h 5 min."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _console(*, stderr: bool) -> Console:
