@@ -23,6 +23,10 @@ PIECE_TOKENS_MIN = 12
 """Shorter pieces between two holes are part of the hole: what stands behind a hole is recomputed for a few tokens anyway."""
 
 
+MEMORY_PROBE_TOKENS = 8
+"""Of so many tokens of a run that is corrected from memory at most one is a probe: more would cost what it saves."""
+
+
 class _Part(NamedTuple):
     """How one piece is repaired: its first `head` tokens are recomputed, and `probes` of the others. `bridged`: the hole
     before it is interpolated."""
@@ -110,7 +114,8 @@ class Candidate:
             probes = round(repair.probe_share * rest)
             if rules.guard_probes and rest:
                 probes = max(probes, -(-rules.guard_probes * rest // body))
-            yield _Part(piece, head, min(probes, rest // 2), bridged)
+            most = rest // 2 if not repair.memory else min(rest // 2, max(1, rest // MEMORY_PROBE_TOKENS))
+            yield _Part(piece, head, min(probes, most), bridged)
             end = piece.prompt_end
 
     def preference(self) -> tuple[int, float, bool, int, int]:

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from kvcomm_p2p.planning.types import Costs
 from kvcomm_p2p.protocol.ids import NodeId
 
+CORRECTION_TOKENS = 16
+"""Correcting one token from memory reads the deviations of so many others."""
+
 
 def attended(tokens: int, cached: int) -> float:
     """Query-key pairs when `tokens` consecutive tokens behind `cached` ones are computed: tokens * cached + tokens^2 /
@@ -43,6 +46,11 @@ def pull_s(costs: Costs, kv_bytes: int) -> float:
 def align_s(costs: Costs, kv_bytes: int) -> float:
     """Seconds for gathering and rotating `kv_bytes` into place."""
     return kv_bytes / costs.align_bytes_per_s
+
+
+def correction_s(costs: Costs, tokens: int) -> float:
+    """Seconds for correcting `tokens` tokens from memory."""
+    return align_s(costs, CORRECTION_TOKENS * tokens * costs.token_bytes)
 
 
 @dataclass(frozen=True, slots=True)

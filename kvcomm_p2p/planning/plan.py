@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcomm_p2p.planning.candidates import Candidate, choose, find_candidates
 from kvcomm_p2p.planning.chains import TokenIds
-from kvcomm_p2p.planning.costs import PullCost, attended, forward_s
+from kvcomm_p2p.planning.costs import PullCost, attended, correction_s, forward_s
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
 from kvcomm_p2p.planning.provenance import context_likeness, kind
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
@@ -35,6 +35,7 @@ from kvcomm_p2p.planning.types import (
     RunChoice,
     Span,
     SpanKind,
+    UnusedRun,
 )
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
@@ -79,10 +80,10 @@ def make_plan(
 
     EXACT spans draw on hops 0 behind tokens equal from position 0; in mode EXACT, or when `rules.approximate` is False,
     nothing else is used. A gap before an EXACT span is recomputed, which keeps it exact; nothing inexact stands before
-    one. CONTINUED needs a donor of our own with tokens equal from position 0. A reused run has at least
-    `rules.run_tokens_min` tokens and hops <= HOPS_PUBLISHED_MAX, and is repaired as `rules` has measured for its
-    provenance (see `Candidate.spans`); of copies of the same content, the one whose context is most like the prompt's is
-    taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the content key,
+    one. CONTINUED needs a donor of our own with tokens equal from position 0. A reused run has hops <= HOPS_PUBLISHED_MAX
+    and at least `rules.run_tokens_min` tokens, or as few as `rules.short` allows, and is repaired as `rules` has measured
+    for its provenance (see `Candidate.spans`); of copies of the same content, the one whose context is most like the
+    prompt's is taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the content key,
     under which peers' contexts are sketched. Raises ValueError for an empty prompt.
     """
     prompt = np.asarray(prompt_ids, np.uint32)
@@ -97,7 +98,7 @@ def make_plan(
     if best.planned_s >= dense_s:
         used = _donated(best)
         rejected = best.rejected + [
-            _rejected(start, end, donor, MissReason.COST, "recomputing everything is faster") for start, end, donor in used
+            _rejected(part, MissReason.COST, "recomputing everything is faster") for part in used
         ]
         why = "recomputing everything is faster" if used else dense.why
         best = _Option((replace(dense, why=why),), dense_s, rejected, ())
@@ -170,21 +171,20 @@ class _Planner:
             done = pieces[-1].end if pieces else 0
         fixed = [piece.span() for piece in pieces]
         candidates, rejected = self._usable(done)
-        chosen = self._pruned(fixed, choose(candidates, self._worth_s, self._rules.run_tokens_min))
+        chosen = self._pruned(fixed, choose(candidates, self._worth_s, self._rules.reused_tokens_min))
         repairs = choose_repairs(chosen, self._rules, self._costs, len(self._prompt))
         spans = self._spans(fixed, chosen, repairs)
         unpaid = [piece.span() for piece in self._exact if piece not in exact]
         # What would have been exact is not worth a second reason.
         rejected = [r for r in rejected if not any(span.start <= r.start and r.end <= span.end for span in unpaid)]
         touched = [(span.start, span.end) for span in spans if span.donor is not None]
-        unused = [*((s.start, s.end, s.donor) for s in unpaid), *((run.start, run.end, run.donor) for run in candidates)]
         rejected += [
-            _rejected(start, end, donor, MissReason.COST, "recomputing is faster")
-            for start, end, donor in unused
-            if not any(low < end and start < high for low, high in touched)
+            _rejected(part, MissReason.COST, "recomputing is faster")
+            for part in (*unpaid, *candidates)
+            if not any(low < part.end and part.start < high for low, high in touched)
         ]
         runs = tuple(self._choice(run, repair) for run, repair in zip(chosen, repairs, strict=True))
-        return _Option(spans, predicted_s(spans, self._costs, self._pulls), rejected, runs, chosen)
+        return _Option(spans, self._seconds(spans, chosen, repairs), rejected, runs, chosen)
 
     def compared(self, option: _Option) -> tuple[RunChoice, ...]:
         """Its runs, with the copies of the same tokens that were not taken."""
@@ -215,23 +215,24 @@ class _Planner:
             if refusal is None:
                 usable.append(run)
             else:
-                rejected.append(_rejected(run.start, run.end, run.donor, *refusal))
+                rejected.append(_rejected(run, *refusal))
         return usable, rejected
 
     def _refusal(self, run: Candidate) -> tuple[MissReason, str] | None:
         """Why a run may not be reused."""
         rules = self._rules
+        options = rules.options(run.provenance, run.start, run.tokens)
         hops = max(span_hops(span) for span in run.whole())
-        if run.tokens < rules.run_tokens_min:
+        if run.tokens < rules.run_tokens_min and not (self._approximate and options):
             return MissReason.TOO_SHORT, f"{run.tokens} equal tokens, fewer than {rules.run_tokens_min}"
         if not self._approximate:
             return MissReason.EXACT_ONLY, "the mode is exact" if self._mode is Mode.EXACT else rules.reason
         if hops > HOPS_PUBLISHED_MAX:
             return MissReason.EXACT_ONLY, f"the copy has {hops} repairs behind it"
-        if not rules.repairs.get(run.provenance):
+        if not options:
             return MissReason.DIVERGENCE, f"no repair was measured for {PROVENANCE_TEXTS[run.provenance]}"
         if not allowed_repairs(run, rules, len(self._prompt)):
-            least = min(expected_kl(run, each, len(self._prompt)) for each in rules.repairs[run.provenance])
+            least = min(expected_kl(run, each, len(self._prompt)) for each in options)
             detail = f"{PROVENANCE_TEXTS[run.provenance]}: {least:.3f} nats/token expected, {rules.kl_max:.3f} allowed"
             return MissReason.DIVERGENCE, detail
         return None
@@ -258,7 +259,7 @@ class _Planner:
         """Predicted seconds that a repaired run saves against recomputing it."""
         costs = self._costs
         saved = forward_s(costs, run.tokens, attended(run.tokens, run.start)) - costs.forward_s
-        saved -= repair_s(run, repair, self._rules, costs)
+        saved -= repair_s(run, repair, self._rules, costs) + _correction_s(run, repair, costs)
         saved -= run.tokens * costs.token_bytes / costs.align_bytes_per_s
         for holder, kv_bytes in pulled_bytes(run.whole(), costs.token_bytes).items():
             saved -= kv_bytes / pull_cost(costs, self._pulls, holder).bytes_per_s
@@ -292,11 +293,13 @@ class _Planner:
 
     def _predicted_s(self, fixed: Sequence[Span], chosen: Sequence[Candidate]) -> float:
         repairs = choose_repairs(chosen, self._rules, self._costs, len(self._prompt))
-        return predicted_s(self._spans(fixed, chosen, repairs), self._costs, self._pulls)
+        return self._seconds(self._spans(fixed, chosen, repairs), chosen, repairs)
 
-    def _spans(
-        self, fixed: Sequence[Span], chosen: Sequence[Candidate], repairs: Sequence[Repair]
-    ) -> tuple[Span, ...]:
+    def _seconds(self, spans: Sequence[Span], chosen: Sequence[Candidate], repairs: Sequence[Repair]) -> float:
+        corrections = [_correction_s(run, repair, self._costs) for run, repair in zip(chosen, repairs, strict=True)]
+        return predicted_s(spans, self._costs, self._pulls) + sum(corrections)
+
+    def _spans(self, fixed: Sequence[Span], chosen: Sequence[Candidate], repairs: Sequence[Repair]) -> tuple[Span, ...]:
         """Prefix, repaired runs, and recompute in between and at the end."""
         spans: list[Span] = []
         at = 0
@@ -318,10 +321,14 @@ class _Planner:
         return tuple(spans)
 
 
-def _donated(option: _Option) -> list[tuple[int, int, Donor]]:
+def _correction_s(run: Candidate, repair: Repair, costs: Costs) -> float:
+    return correction_s(costs, run.tokens) if repair.memory else 0.0
+
+
+def _donated(option: _Option) -> list[Span | Candidate]:
     """Everything that would come from a donor, whole runs as one."""
-    fixed = [(s.start, s.end, s.donor) for s in option.spans if s.donor is not None and s.run == 0]
-    return [*fixed, *((run.start, run.end, run.donor) for run in option.runs)]
+    fixed = [span for span in option.spans if span.donor is not None and span.run == 0]
+    return [*fixed, *option.chosen]
 
 
 def _told(rejected: Sequence[Rejected], spans: Sequence[Span]) -> tuple[Rejected, ...]:
@@ -338,5 +345,7 @@ def _told(rejected: Sequence[Rejected], spans: Sequence[Span]) -> tuple[Rejected
     return tuple(sorted(first.values(), key=lambda item: (item.start, item.end)))
 
 
-def _rejected(start: int, end: int, donor: Donor, reason: MissReason, detail: str) -> Rejected:
-    return Rejected(start, end, donor.holder, Miss(reason, detail))
+def _rejected(part: Span | Candidate, reason: MissReason, detail: str) -> Rejected:
+    assert part.donor is not None
+    run = UnusedRun(part.donor, part.pieces, part.provenance) if isinstance(part, Candidate) else None
+    return Rejected(part.start, part.end, part.donor.holder, Miss(reason, detail), run)

@@ -30,7 +30,7 @@ def repair_s(run: Candidate, repair: Repair, rules: ReuseRules, costs: Costs) ->
 
 def allowed_repairs(run: Candidate, rules: ReuseRules, prompt_tokens: int) -> list[Repair]:
     """The measured repairs with which this run alone keeps `rules.kl_max`, cheapest first. Empty: it must be recomputed."""
-    options = rules.repairs.get(run.provenance, ())
+    options = rules.options(run.provenance, run.start, run.tokens)
     return [repair for repair in options if expected_kl(run, repair, prompt_tokens) <= rules.kl_max]
 
 
