@@ -24,15 +24,17 @@ from kvcomm_p2p.planning.divergence import Symptoms, fit_divergence
 from kvcomm_p2p.planning.plan import KL_MAX, KL_TARGET
 from kvcomm_p2p.planning.repairs import repaired_tokens
 from kvcomm_p2p.planning.types import Mode, Provenance, Repair, ReuseRules
-from kvcomm_p2p.reuse.engine import GUARD_PROBES
+from kvcomm_p2p.reuse.engine import GUARD_PROBES, INTERPOLATED_TOKENS
 from kvcomm_p2p.settings import Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PROMPTS = 12
-HELD_OUT = PROMPTS
-"""Cases of each scenario that are calibrated on; other measurements skip so many."""
+"""Of each kind of copy; half as many of those in SEVERAL."""
+
+PROMPTS_MIN = 8
+"""Of all kinds together: fewer do not determine a fit."""
 
 OPTIONS = (
     Repair(8),
@@ -84,8 +86,9 @@ def run(
     tokens: int = 24,
     save_to: Path | None = None,
 ) -> Result:
-    """Measures, writes the profile (`save_to`: default the user's cache, where it is found from then on) and returns what was
-    measured. About ten minutes for a small model on two cores.
+    """Measures on `prompts` prompts of each kind, compared over `tokens` greedy tokens each, writes the profile to `save_to`
+    (default: `profile_path` in the user's cache) and returns what was measured. About ten minutes for a small model on two
+    cores.
 
     Raises ModelError; UsageError for a model whose keys cannot be moved; KVCommError, writing nothing, when reuse does not
     keep any budget on this model or the guard could not tell wrong blocks from good.
@@ -94,13 +97,17 @@ def run(
     runner = model if isinstance(model, ModelRunner) else ModelRunner.load(model, cache_dir=cache_dir)
     samples, wrong = measure(runner, console, prompts=prompts, tokens=tokens)
     profile = judge(samples, wrong, runner.spec.name)
-    path = save_to or cache_dir / "profiles" / f"{runner.spec.model_id.hex()}.json"
-    save_profile(runner.spec.model_id, profile, path)
+    save_profile(runner.spec.model_id, profile, save_to or profile_path(runner, cache_dir))
     return Result("calibrate", rows(samples, wrong, profile), 0)
 
 
+def profile_path(runner: ModelRunner, cache_dir: Path) -> Path:
+    """Where nodes with this cache folder look for the model's profile."""
+    return cache_dir / "profiles" / f"{runner.spec.model_id.hex()}.json"
+
+
 def profile_rules(profile: Profile | None, mode: Mode) -> ReuseRules | None:
-    """What the engine may do in this mode; None without a profile."""
+    """What the engine may do in BALANCED or FAST mode; None without a profile."""
     if profile is None:
         return None
     return ReuseRules(
@@ -111,13 +118,15 @@ def profile_rules(profile: Profile | None, mode: Mode) -> ReuseRules | None:
         kl_target=KL_TARGET[mode],
         kl_max=KL_MAX[mode],
         guard_probes=GUARD_PROBES,
+        interpolated_tokens=INTERPOLATED_TOKENS if mode is Mode.FAST else 0,
     )
 
 
 def measure(
     runner: ModelRunner, console: Console | None = None, *, prompts: int = PROMPTS, tokens: int = 24
 ) -> tuple[list[Sample], list[Symptoms]]:
-    """All repairs on all kinds of copies; and what wrong blocks show to the guard."""
+    """All repairs on all kinds of copies; and what wrong blocks show to the guard. Raises UsageError for a model whose keys
+    cannot be moved."""
     if runner.spec.rotary is None:
         raise UsageError(f"{runner.spec.name} allows exact reuse only: {runner.spec.exact_only_reason}")
     laboratory = Laboratory(runner)
@@ -139,7 +148,7 @@ def measure(
 
 
 def judge(samples: Sequence[Sample], wrong: Sequence[Symptoms], name: str) -> Profile:
-    """The profile that these measurements allow. Raises KVCommError saying what was not good enough."""
+    """The profile that these measurements allow; `name`: the model's. Raises KVCommError saying what was not good enough."""
     repairs: dict[Provenance, tuple[Repair, ...]] = {}
     for scenario, kinds in KINDS.items():
         useful = _useful([sample for sample in samples if sample.scenario is scenario])
@@ -148,17 +157,17 @@ def judge(samples: Sequence[Sample], wrong: Sequence[Symptoms], name: str) -> Pr
                 repairs[provenance] = useful
     if Provenance.ROLE not in repairs and Provenance.NEAR not in repairs:
         raise KVCommError(f"no repair keeps {KL_USEFUL} nats/token on {name}: it keeps exact reuse only")
-    seen = [sample for sample in samples if sample.outcome.symptoms is not None]
-    if len(seen) < 8:
-        raise KVCommError(f"only {len(seen)} prompts were compared, 8 are needed: measure more of them")
-    fit = fit_divergence([s.outcome.symptoms for s in seen if s.outcome.symptoms], [s.kl for s in seen])
-    least = min((fit.kl(symptom) for symptom in wrong), default=0.0)
+    seen = [(sample.outcome.symptoms, sample.kl) for sample in samples if sample.outcome.symptoms is not None]
+    prompts = len(seen) // len(OPTIONS)
+    if prompts < PROMPTS_MIN or not wrong:
+        raise KVCommError(f"{prompts} prompts were compared, {PROMPTS_MIN} are needed at least: measure more of them")
+    fit = fit_divergence([symptom for symptom, _ in seen], [kl for _, kl in seen])
+    least = min(fit.kl(symptom) for symptom in wrong)
     if not least > KL_MAX[Mode.FAST]:
         raise KVCommError(
             f"the guard cannot tell wrong blocks from good ones on {name}: it predicts {least:.3g} nats/token for them"
         )
     told = ", ".join(f"{kind.name.lower()} {options[-1].kl:.4f}" for kind, options in sorted(repairs.items()))
-    prompts = len({id(sample.outcome) for sample in seen}) // len(OPTIONS)
     measured = (
         f"{date.today().isoformat()}, {prompts} prompts of the Python reference: least KL by provenance (nats/token of a "
         f"wholly reused prompt) {told}; predicted within a factor of {np.exp(1.645 * fit.spread):.1f} in 90 %; wrong blocks "
@@ -170,16 +179,18 @@ def judge(samples: Sequence[Sample], wrong: Sequence[Symptoms], name: str) -> Pr
 def rows(samples: Sequence[Sample], wrong: Sequence[Symptoms], profile: Profile) -> list[Row]:
     """What was measured, per scenario and repair, and how well the divergence is predicted."""
     table: list[Row] = []
-    for scenario, repair in sorted({(s.scenario.value, OPTIONS.index(_plain(s.repair))) for s in samples}):
-        chosen = [s for s in samples if s.scenario.value == scenario and _plain(s.repair) == OPTIONS[repair]]
-        kl = [sample.kl for sample in chosen]
-        case = f"{scenario}: {describe(OPTIONS[repair])}"
-        table += [
-            Row(
-                case, "KL from full prefill, mean", float(np.mean(kl)), "nats/token", len(kl), interval95(kl, _mean, 0)
-            ),
-            Row(case, "tokens recomputed", float(np.mean([s.tokens for s in chosen])), "", len(kl)),
-        ]
+    for scenario in Scenario:
+        for repair in OPTIONS:
+            chosen = [sample for sample in samples if (sample.scenario, sample.repair) == (scenario, repair)]
+            if not chosen:
+                continue
+            kl, case = [sample.kl for sample in chosen], f"{scenario.value}: {describe(repair)}"
+            interval = interval95(kl, _mean, 0)
+            tokens = float(np.mean([sample.tokens for sample in chosen]))
+            table += [
+                Row(case, "KL from full prefill, mean", float(np.mean(kl)), "nats/token", len(kl), interval),
+                Row(case, "tokens recomputed", tokens, "", len(kl)),
+            ]
     errors = [
         abs(np.log(max(sample.kl, 1e-5) / profile.divergence.kl(sample.outcome.symptoms)))
         for sample in samples
@@ -225,10 +236,6 @@ def _useful(samples: Sequence[Sample]) -> tuple[Repair, ...]:
         if repair.kl <= KL_USEFUL and (not kept or repair.kl < kept[-1].kl):
             kept.append(repair)
     return tuple(kept)
-
-
-def _plain(repair: Repair) -> Repair:
-    return replace(repair, kl=0.0)
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

@@ -1,7 +1,8 @@
 """Prompts that could be filled from copies computed elsewhere, with full prefill of each to compare with.
 
 Every scenario is one way in which the context of a copy differs from the prompt's. Documents are real text
-(`documents.library`); those of `skip` earlier cases are left out, so that what one set was tuned on is not measured again.
+(`documents.library`): what is tuned uses every other topic, what is held out the topics between, so that nothing is
+measured on text that it was tuned on, whatever the scenario.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.evaluation.documents import ROLES, Document, Problem, cut_documents, library, questions, shortened
+from kvcomm_p2p.evaluation.documents import ROLES, Problem, Topic, cut_documents, library, questions, shortened
 from kvcomm_p2p.evaluation.metrics import Continuation, continue_greedily
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
@@ -36,6 +38,8 @@ LONG_TOKENS = (320, 440, 600)
 """Lengths of single documents, in turn."""
 SHORT_TOKENS = 240
 """Length of each of several documents."""
+BLOCKS_TOKENS = (30, 100, 45, 70)
+"""Lengths of short blocks, in turn: two per prompt."""
 BLOCK_TOKENS_MIN = 24
 """Shortest run that counts in the scenario of short blocks; elsewhere LENGTH_MIN."""
 LENGTH_MIN = 64
@@ -55,6 +59,11 @@ class Scenario(str, enum.Enum):
     REORDERED_BARE = "three documents, each computed bare"
     EDITED = "document with 10 % edits, another role's system prompt"
     SHORT = "short blocks, another template"
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return self.name.lower().replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +104,29 @@ def cases(
     scenario: Scenario,
     count: int,
     *,
-    skip: int = 0,
+    held_out: bool = False,
     tokens: int = 24,
     problems: Sequence[Problem] = (),
 ) -> Iterator[Case]:
-    """`count` cases, each compared over `tokens` greedy tokens. `problems`: with their solutions, for SHORT; without any,
-    short documents are taken. Raises UsageError when there is not enough text.
+    """`count` cases, each compared over `tokens` greedy tokens; the same ones every time, and the first ones whatever
+    `count`. `held_out`: from text that the others share nothing with.
+
+    Past what the library gives (about 40 cases), its texts come again behind other roles. `problems`: with their solutions,
+    for SHORT; without any, short documents are taken. Raises UsageError at once for fewer problems than cases.
     """
+    if scenario is Scenario.SHORT and problems:
+        if len(problems) < count:
+            raise UsageError(f"{count} problems are needed, {len(problems)} were given")
+        texts = [(number, [each.question, each.answer]) for number, each in enumerate(problems[:count])]
+    else:
+        texts = list(_texts(runner, scenario, count, held_out))
     builder = _Builder(runner, tokens)
-    for number, texts in enumerate(_texts(runner, scenario, skip + count, problems)):
-        if number >= skip:
-            yield builder.case(scenario, number, texts)
+    return (builder.case(scenario, number, each) for number, each in texts)
 
 
 def copy_donor(runner: ModelRunner, token_ids: TokenIds, cache: KVCache) -> DonorCopy:
-    """Publishes nothing, but cuts the KV of a prompt (uint32 [T], in rows [0, T) of `cache`) into anchors and blocks as
-    publishing does. Raises UsageError if the cache holds fewer rows."""
+    """A copy, in blocks, of the KV of a prompt (uint32 [T], in rows [0, T) of `cache`); its anchors are as long as anchors
+    can be. Raises UsageError if the cache holds fewer rows."""
     tokens = len(token_ids)
     if cache.length < tokens:
         raise UsageError(f"the cache holds {cache.length} of the donor's {tokens} tokens")
@@ -214,30 +230,33 @@ def _exact(run: Candidate, prompt: TokenIds) -> bool:
     )
 
 
-def _texts(runner: ModelRunner, scenario: Scenario, count: int, problems: Sequence[Problem]) -> list[list[str]]:
-    topics = library()
+def _texts(runner: ModelRunner, scenario: Scenario, count: int, held_out: bool) -> Iterator[tuple[int, list[str]]]:
+    """The texts of each case, with the number that says which roles read them."""
+    topics, repeats = library()[int(held_out) :: 2], 0
+    for number in range(count):
+        try:
+            texts = _cut(runner.tokenizer, scenario, number, topics)
+        except UsageError:
+            topics, repeats = library()[int(held_out) :: 2], repeats + 1
+            texts = _cut(runner.tokenizer, scenario, number, topics)
+        yield number + repeats, texts
+
+
+def _cut(tokenizer: Any, scenario: Scenario, number: int, topics: list[Topic]) -> list[str]:
+    """The texts of one case. `topics`: what is left of the library; mutated."""
     if scenario is Scenario.SHORT:
-        if problems:
-            if len(problems) < count:
-                raise UsageError(f"{count} problems are needed, {len(problems)} were given")
-            return [[problem.question, problem.answer] for problem in problems[:count]]
-        short = cut_documents(runner.tokenizer, 100, 2 * count, topics)
-        lengths = (30, 100, 45, 70)
-        texts = [shortened(runner.tokenizer, each, lengths[i % 4]).text for i, each in enumerate(short)]
-        return [texts[2 * i : 2 * i + 2] for i in range(count)]
+        short = cut_documents(tokenizer, max(BLOCKS_TOKENS), 2, topics)
+        lengths = BLOCKS_TOKENS[2 * (number % 2) :]
+        return [shortened(tokenizer, each, length).text for each, length in zip(short, lengths, strict=False)]
     if scenario in (Scenario.REORDERED, Scenario.REORDERED_BARE):
-        several = [each.text for each in cut_documents(runner.tokenizer, SHORT_TOKENS, 3 * count, topics)]
-        return [several[3 * i : 3 * i + 3] for i in range(count)]
-    long = cut_documents(runner.tokenizer, max(LONG_TOKENS), count, topics)
-    texts = [_shortened(runner, each, i) for i, each in enumerate(long)]
+        return [each.text for each in cut_documents(tokenizer, SHORT_TOKENS, 3, topics)]
+    long = cut_documents(tokenizer, max(LONG_TOKENS), 1, topics)
     if scenario is Scenario.OTHER:
-        before = [each.text for each in cut_documents(runner.tokenizer, SHORT_TOKENS, count, topics)]
-        return [[text, other] for text, other in zip(texts, before, strict=True)]
-    return [[text] for text in texts]
-
-
-def _shortened(runner: ModelRunner, document: Document, number: int) -> str:
-    return shortened(runner.tokenizer, document, LONG_TOKENS[number % len(LONG_TOKENS)]).text
+        long += cut_documents(tokenizer, SHORT_TOKENS, 1, topics)
+    return [
+        shortened(tokenizer, long[0], LONG_TOKENS[number % len(LONG_TOKENS)]).text,
+        *(each.text for each in long[1:]),
+    ]
 
 
 def _roles(number: int) -> tuple[str, str]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.evaluation.calibrate import HELD_OUT, profile_rules
-from kvcomm_p2p.evaluation.cases import Case, Scenario, cases
+from kvcomm_p2p.evaluation.calibrate import profile_rules
+from kvcomm_p2p.evaluation.cases import Scenario, cases
 from kvcomm_p2p.evaluation.methods import Guarded, Laboratory
 from kvcomm_p2p.evaluation.progress import stepping
 from kvcomm_p2p.evaluation.results import Result, Row
@@ -90,7 +90,7 @@ def watch(runner: ModelRunner, requests: int, tokens: int, mode: Mode) -> Iterat
     if rules is None or runner.spec.profile is None:
         raise UsageError(f"no profile for {runner.spec.name}: run kvcomm calibrate first")
     each = -(-requests // len(MIX))
-    streams = [_repeated(runner, scenario, each, tokens) for scenario in MIX]
+    streams = [cases(runner, scenario, each, held_out=True, tokens=tokens) for scenario in MIX]
     for number in range(requests):
         case = next(streams[number % len(MIX)])
         if case.runs:
@@ -136,8 +136,3 @@ def upper_bound(events: int, trials: int) -> float:
         logs += (trials - np.arange(events + 1)) * np.log1p(-min(middle, 1 - 1e-16))
         low, high = (middle, high) if float(np.exp(logs).sum()) > 0.05 else (low, middle)
     return high
-
-
-def _repeated(runner: ModelRunner, scenario: Scenario, count: int, tokens: int) -> Iterator[Case]:
-    """`count` held-out cases; where texts do not suffice for so many, they come again behind other roles."""
-    yield from cases(runner, scenario, count, skip=HELD_OUT, tokens=tokens)

@@ -1,8 +1,9 @@
 """Ways to fill a prompt from copies computed elsewhere, side by side at equal cost: ours, others' rules, and controls that
 must come out worse.
 
-Cost is the share of the reusable tokens that is recomputed through all layers. Others' rules are our implementations of
-what their papers describe, on the same aligned KV, so that only the rule differs.
+Cost is the share of the reusable tokens that is recomputed through all layers; what a rule needs to select them (CacheBlend
+computes two layers of all tokens) is not charged. Others' rules are our implementations of what their papers describe, on the
+same aligned KV, so that only the rule differs.
 """
 
 from __future__ import annotations
@@ -99,15 +100,16 @@ class Laboratory:
     def planned(self, case: Case, rules: ReuseRules, fit: DivergenceFit) -> Guarded:
         """As the engine does it: repairs by provenance from measured rules; then its guard keeps, widens, or prefills."""
         tokens = len(case.token_ids)
-        usable = tuple(run for run in case.runs if allowed_repairs(run, rules, tokens))
+        usable = tuple(
+            run for run in case.runs if run.tokens >= rules.run_tokens_min and allowed_repairs(run, rules, tokens)
+        )
         if not usable:
             return Guarded(Verdict.RECOMPUTE, None, self._dense(case))
-        chosen = replace(case, runs=usable)
-        plan = plan_of(chosen, choose_repairs(usable, rules, COSTS_EVEN, tokens), rules)
-        outcome = self.carried_out(chosen, plan)
+        plan = plan_of(replace(case, runs=usable), choose_repairs(usable, rules, COSTS_EVEN, tokens), rules)
+        outcome = self.carried_out(case, plan)
         first = said = verdict(outcome.predicted(fit), rules.kl_max, may_widen=True)
         if said is Verdict.WIDEN:
-            outcome = self.carried_out(chosen, widened(plan, WIDEN_HEAD_FACTOR, rules))
+            outcome = self.carried_out(case, widened(plan, WIDEN_HEAD_FACTOR, rules))
             said = verdict(outcome.predicted(fit), rules.kl_max, may_widen=False)
         predicted = outcome.predicted(fit)
         if said is Verdict.RECOMPUTE:
@@ -130,7 +132,8 @@ class Laboratory:
         shift = plan_shift(plan, self._runner.spec.rotary)
         watch = RepairWatch(plan, 0, self._runner.spec.layout.layers, shift)
         logits = self._runner.recompute(case.token_ids.astype(np.int64), positions, cache, repair=watch)
-        seen = symptoms(plan, watch.deviations(), {} if shift is None else shift.left(), logits)
+        deviations = watch.deviations()
+        seen = symptoms(plan, deviations, {} if shift is None else shift.left(), logits) if deviations else None
         cost = int(case.reusable[positions].sum()) / max(1, int(case.reusable.sum()))
         return Outcome(diverge_at_once(self._runner, case.full, cache, logits), cost, seen)
 
@@ -144,9 +147,11 @@ class Laboratory:
         return Outcome(diverge_at_once(self._runner, case.full, cache, logits), 1.0)
 
     def methods(self, case: Case, share: float, seed: int) -> dict[str, Filling]:
-        """All that can be compared at recomputing `share` of the reusable tokens (what costs nothing: at any share)."""
+        """All that can be compared at recomputing `share` (0 to 1) of the reusable tokens, the same number of them each time;
+        and what recomputes none, at any share."""
         rotary = self._runner.spec.rotary
-        budget = round(share * int(case.reusable.sum()))
+        budgets = _budgets(case, share)
+        budget = sum(budgets)
         nothing = np.empty(0, np.int64)
         found = {
             "rotation only": Filling(nothing),
@@ -156,14 +161,14 @@ class Laboratory:
         if budget:
             inside = np.flatnonzero(case.reusable)
             found |= {
-                "first tokens": Filling(_heads(case, share)),
-                "first and last tokens": Filling(_ends(case, share)),
+                "first tokens": Filling(_heads(case, budgets)),
+                "first and last tokens": Filling(_ends(case, budgets)),
                 "CacheBlend's rule (keys)": Filling(largest(self.deviation(case, layer=1, values=False), budget)),
                 "random tokens": Filling(np.sort(np.random.default_rng(seed).choice(inside, budget, replace=False))),
                 "oracle: largest true deviation": Filling(largest(self.deviation(case), budget)),
             }
             for head in (16, 32):
-                rows, repair = _probed(case, head, share, rotary)
+                rows, repair = _probed(case, head, budgets, rotary)
                 found[f"first {head} and probes"] = Filling(rows)
                 found[f"first {head}, probes and shift"] = Filling(rows, repair)
         if len(self._memory) >= 4:
@@ -252,32 +257,38 @@ def largest(deviation: npt.NDArray[np.float64], count: int) -> Rows:
     return np.sort(np.argsort(-deviation, kind="stable")[:count]).astype(np.int64)
 
 
-def _heads(case: Case, share: float) -> Rows:
-    rows = [row for run in case.runs for row in _tokens(run)[: round(share * run.tokens)]]
+def _budgets(case: Case, share: float) -> list[int]:
+    """For each run how many of its tokens are recomputed: `share` of them, and of all together to the token."""
+    ends = np.cumsum([0, *(run.tokens for run in case.runs)])
+    budgets: list[int] = np.diff(np.floor(share * ends + 0.5).astype(np.int64)).tolist()
+    return budgets
+
+
+def _heads(case: Case, budgets: Sequence[int]) -> Rows:
+    rows = [row for run, budget in zip(case.runs, budgets, strict=True) for row in _tokens(run)[:budget]]
     return np.asarray(rows, dtype=np.int64)
 
 
-def _ends(case: Case, share: float) -> Rows:
+def _ends(case: Case, budgets: Sequence[int]) -> Rows:
     rows: list[int] = []
-    for run in case.runs:
-        tokens, half = _tokens(run), round(share * run.tokens / 2)
-        rows += [*tokens[:half], *tokens[len(tokens) - half :]]
-    return np.unique(np.asarray(rows, dtype=np.int64))
+    for run, budget in zip(case.runs, budgets, strict=True):
+        tokens, last = _tokens(run), budget // 2
+        rows += [*tokens[: budget - last], *tokens[len(tokens) - last :]]
+    return np.asarray(rows, dtype=np.int64)
 
 
-def _probed(case: Case, head: int, share: float, rotary: RotaryGeometry | None) -> tuple[Rows, ProbeShift]:
-    """Head and evenly spaced probes of every run, together `share` of its tokens (at least two probes)."""
+def _probed(case: Case, head: int, budgets: Sequence[int], rotary: RotaryGeometry | None) -> tuple[Rows, ProbeShift]:
+    """Head and evenly spaced probes of every run, together its budget; at least two are probes, unless it is smaller."""
     rows: list[int] = []
     runs = []
-    for run in case.runs:
+    for run, budget in zip(case.runs, budgets, strict=True):
         tokens = _tokens(run)
-        first = min(head_tokens(Repair(head), run.tokens), max(0, round(share * run.tokens) - 2))
-        body = tokens[first:]
-        count = max(2, round(share * run.tokens) - first)
+        first = min(head_tokens(Repair(head), run.tokens), max(0, budget - 2))
+        body, count = tokens[first:], budget - first
         probes = [body[(2 * i + 1) * len(body) // (2 * count)] for i in range(count)]
         rows += [*tokens[:first], *probes]
-        runs.append(ShiftRun(run.start, run.end, body[0], tuple(sorted(set(probes)))))
-    return np.unique(np.asarray(rows, dtype=np.int64)), ProbeShift(runs, rotary)
+        runs.append(ShiftRun(run.start, run.end, body[0], tuple(probes)))
+    return np.asarray(rows, dtype=np.int64), ProbeShift(runs, rotary)
 
 
 def _tokens(run: Candidate) -> list[int]:

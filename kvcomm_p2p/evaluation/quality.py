@@ -1,6 +1,6 @@
 """How far answers from reused KV are from full prefill: our repairs, others' rules at equal cost, and controls that must fail.
 
-The prompts are not those that profiles are calibrated on (`HELD_OUT`).
+The prompts share no text with those that profiles are calibrated on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.evaluation.calibrate import HELD_OUT, profile_rules
+from kvcomm_p2p.evaluation.calibrate import profile_rules
 from kvcomm_p2p.evaluation.cases import Case, Scenario, cases
 from kvcomm_p2p.evaluation.documents import load_gsm8k
 from kvcomm_p2p.evaluation.methods import Laboratory, Outcome
@@ -53,31 +53,35 @@ def run(
     gsm8k: Path | None = None,
 ) -> Result:
     """Every method on `prompts` prompts per scenario, over `tokens` greedy tokens each. `gsm8k`: problems and solutions for
-    the short blocks. About an hour on two cores for all of it. Raises ModelError, and UsageError for a model whose keys cannot
-    be moved.
+    the short blocks. About an hour on two cores for all of it. Raises ModelError, ConfigError for an unreadable file, and
+    UsageError for a model whose keys cannot be moved or too few problems.
     """
     runner = model if isinstance(model, ModelRunner) else _load(model)
     if runner.spec.rotary is None:
         raise UsageError(f"{runner.spec.name} allows exact reuse only: {runner.spec.exact_only_reason}")
     problems = load_gsm8k(gsm8k) if gsm8k is not None else ()
     rows: list[Row] = []
-    with stepping(console, "quality", prompts * len(scenarios)) as step:
-        for scenario in scenarios:
+    made = {
+        scenario: cases(runner, scenario, prompts, held_out=True, tokens=tokens, problems=problems)
+        for scenario in scenarios
+    }
+    with stepping(console, "quality", prompts * len(made)) as step:
+        for scenario, each in made.items():
             laboratory = Laboratory(runner)
-            outcomes: dict[str, list[Outcome | None]] = {}
-            made = cases(runner, scenario, prompts, skip=HELD_OUT, tokens=tokens, problems=problems)
-            for number, case in enumerate(made):
-                for name, outcome in _measured(laboratory, case, SHARES[scenario], seed + number).items():
-                    outcomes.setdefault(name, [None] * number).append(outcome)
+            measured: list[dict[str, Outcome]] = []
+            for number, case in enumerate(each):
+                measured.append(_measured(laboratory, case, SHARES[scenario], seed + number))
                 laboratory.remember(case)
                 step(scenario.value)
-            rows += table(scenario, outcomes, seed)
+            names = dict.fromkeys(name for outcomes in measured for name in outcomes)
+            rows += table(scenario, {name: [outcomes.get(name) for outcomes in measured] for name in names}, seed)
     return Result("bench quality", rows, seed)
 
 
 def table(scenario: Scenario, outcomes: Mapping[str, Sequence[Outcome | None]], seed: int) -> list[Row]:
     """Per method: KL with its confidence interval and, where both were measured at the same share, how many times less it is
-    than that of the first tokens (geometric mean over prompts, so 2 is half of it)."""
+    than that of the first tokens (geometric mean over prompts, so 2 is half of it). `outcomes`: one per prompt, in the
+    same order for all methods, None where a method was not measured."""
     rows: list[Row] = []
     for name, each in outcomes.items():
         found = [outcome for outcome in each if outcome is not None]
@@ -94,12 +98,13 @@ def table(scenario: Scenario, outcomes: Mapping[str, Sequence[Outcome | None]], 
         if base is not None and base is not each:
             ratio = [
                 float(np.log(max(theirs.divergence.kl_mean, 1e-6) / max(ours.divergence.kl_mean, 1e-6)))
-                for theirs, ours in zip(base, each, strict=False)
+                for theirs, ours in zip(base, each, strict=True)
                 if theirs is not None and ours is not None
             ]
             interval = interval95(ratio, _mean, seed)
             low_high = None if interval is None else (float(np.exp(interval[0])), float(np.exp(interval[1])))
-            rows.append(Row(case, "times less KL than the first tokens", float(np.exp(_mean(ratio))), "", n, low_high))
+            times = float(np.exp(_mean(ratio)))
+            rows.append(Row(case, "times less KL than the first tokens", times, "", len(ratio), low_high))
     return rows
 
 

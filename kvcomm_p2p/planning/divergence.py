@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+_F64 = npt.NDArray[np.float64]
 
 DEVIATION_MIN = 1e-4
 """Smaller deviations are rounding."""
@@ -62,41 +65,41 @@ class DivergenceFit:
     def kl(self, symptoms: Symptoms) -> float:
         """Predicted divergence, nats per token of the answer. NaN for NaN."""
         exponent = self.intercept + self.entropy * symptoms.entropy
-        exponent += self.body * float(np.log(np.maximum(symptoms.body, DEVIATION_MIN)))
-        exponent += self.head * float(np.log(np.maximum(symptoms.head, DEVIATION_MIN)))
+        exponent += self.body * _log(symptoms.body) + self.head * _log(symptoms.head)
         return float(np.exp(min(exponent, 50.0))) if exponent == exponent else float("nan")
 
 
 def fit_divergence(symptoms: Sequence[Symptoms], kl: Sequence[float]) -> DivergenceFit:
     """Least squares over logarithms; no coefficient of a deviation below 0 (more deviation never predicts less divergence).
 
-    Raises ValueError for fewer than 8 prompts.
+    `kl`: nats per token, of the same prompts. Raises ValueError for fewer than 8 prompts, and for figures that are not
+    finite.
     """
     if len(symptoms) < 8:
         raise ValueError(f"{len(symptoms)} prompts do not determine a fit, 8 are needed")
     target = np.log(np.maximum(kl, KL_MIN))
-    columns = np.array(
-        [
-            [
-                np.log(max(each.body, DEVIATION_MIN)),
-                np.log(max(each.head, DEVIATION_MIN)),
-                each.entropy,
-                1.0,
-            ]
-            for each in symptoms
-        ]
+    columns = np.array([[_log(each.body), _log(each.head), each.entropy, 1.0] for each in symptoms])
+    if not (np.isfinite(target).all() and np.isfinite(columns).all()):
+        raise ValueError("nothing can be fitted to figures that are not finite")
+    # Of two coefficients with a bound each, the best fit has some of them at the bound: few enough to try all.
+    fits = [_least_squares(columns, target, free) for free in ([0, 1, 2, 3], [0, 2, 3], [1, 2, 3], [2, 3])]
+    x = min(
+        (fit for fit in fits if fit[0] >= 0 and fit[1] >= 0),
+        key=lambda fit: float(np.sum((target - columns @ fit) ** 2)),
     )
-    free = [0, 1, 2, 3]
-    x = np.zeros(4)
-    while True:
-        x[:] = 0.0
-        x[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
-        negative = [index for index in free if index < 2 and x[index] < 0]
-        if not negative:
-            break
-        free.remove(min(negative, key=lambda index: float(x[index])))
     spread = float(np.std(target - columns @ x))
     return DivergenceFit(float(x[3]), float(x[0]), float(x[1]), float(x[2]), spread, len(symptoms))
+
+
+def _least_squares(columns: _F64, target: _F64, free: list[int]) -> _F64:
+    """Coefficients [4] with which columns [n, 4] come nearest to target [n]; those not in `free` are 0."""
+    x = np.zeros(columns.shape[1])
+    x[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+    return x
+
+
+def _log(deviation: float) -> float:
+    return float(np.log(np.maximum(deviation, DEVIATION_MIN)))
 
 
 def _either(first: float | None, second: float | None) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from kvcomm_p2p.planning.candidates import Candidate
+from kvcomm_p2p.planning.candidates import Candidate, head_tokens
 from kvcomm_p2p.planning.costs import attended, forward_s
 from kvcomm_p2p.planning.types import Costs, Repair, ReuseRules
 
@@ -29,27 +31,56 @@ def repair_s(run: Candidate, repair: Repair, rules: ReuseRules, costs: Costs) ->
 
 
 def allowed_repairs(run: Candidate, rules: ReuseRules, prompt_tokens: int) -> list[Repair]:
-    """The measured repairs with which this run alone keeps `rules.kl_max`, cheapest first. Empty: it must be recomputed."""
-    options = rules.options(run.provenance, run.start, run.tokens)
-    return [repair for repair in options if expected_kl(run, repair, prompt_tokens) <= rules.kl_max]
+    """The measured repairs with which this run alone keeps `rules.kl_max`, cheapest first. Empty: it must be recomputed.
+
+    Heads of short runs are cut (`head_tokens`): of repairs that come to the same there, only the cheapest counts, since no
+    more was measured of it than its own divergence.
+    """
+    options: dict[Repair, Repair] = {}
+    for repair in rules.options(run.provenance, run.start, run.tokens):
+        options.setdefault(replace(repair, head_tokens=head_tokens(repair, run.tokens), kl=0.0), repair)
+    return [repair for repair in options.values() if expected_kl(run, repair, prompt_tokens) <= rules.kl_max]
 
 
 def choose_repairs(runs: Sequence[Candidate], rules: ReuseRules, costs: Costs, prompt_tokens: int) -> list[Repair]:
-    """One allowed repair per run (each must have any): the cheapest, then whichever step up saves most divergence per second
-    until the expected sum is `rules.kl_target`, or nothing helps."""
-    options = [allowed_repairs(run, rules, prompt_tokens) for run in runs]
+    """One allowed repair per run: the cheapest, then whichever step up saves most divergence per second until the expected
+    sum is at most `rules.kl_target`, or no allowed repair helps.
+
+    The steps are the same whatever the target, and each costs time: a larger target never costs more. Raises ValueError for
+    a run that has no allowed repair.
+    """
+    options = [_steps(run, rules, costs, prompt_tokens) for run in runs]
     chosen = [0] * len(runs)
-    kl = [[expected_kl(run, repair, prompt_tokens) for repair in each] for run, each in zip(runs, options, strict=True)]
-    seconds = [[repair_s(run, repair, rules, costs) for repair in each] for run, each in zip(runs, options, strict=True)]
-    while sum(kl[i][at] for i, at in enumerate(chosen)) > rules.kl_target:
-        steps = [
-            ((kl[i][at] - kl[i][better]) / max(seconds[i][better] - seconds[i][at], 1e-6), -i, better)
-            for i, at in enumerate(chosen)
-            for better in range(at + 1, len(options[i]))
-            if kl[i][better] < kl[i][at]
+    while sum(steps[at].kl for steps, at in zip(options, chosen, strict=True)) > rules.kl_target:
+        ahead = [
+            ((steps[at].kl - step.kl) / (step.seconds - steps[at].seconds), -number, -index)
+            for number, (steps, at) in enumerate(zip(options, chosen, strict=True))
+            for index, step in enumerate(steps[at + 1 :], start=at + 1)
         ]
-        if not steps:
+        if not ahead:
             break
-        _, index, better = max(steps)
-        chosen[-index] = better
-    return [options[i][at] for i, at in enumerate(chosen)]
+        _, number, index = max(ahead)
+        chosen[-number] = -index
+    return [steps[at].repair for steps, at in zip(options, chosen, strict=True)]
+
+
+class _Step(NamedTuple):
+    """One way to repair a run, with what it takes and what is expected to be left."""
+
+    seconds: float
+    kl: float
+    repair: Repair
+
+
+def _steps(run: Candidate, rules: ReuseRules, costs: Costs, prompt_tokens: int) -> list[_Step]:
+    """Allowed repairs of a run by their cost there, without those that another one beats: each costs more and leaves less
+    than the one before. (Their order on the prompts where they were measured may be another.)"""
+    allowed = allowed_repairs(run, rules, prompt_tokens)
+    if not allowed:
+        raise ValueError(f"no repair of the run [{run.start}, {run.end}) is allowed")
+    found = [_Step(repair_s(run, each, rules, costs), expected_kl(run, each, prompt_tokens), each) for each in allowed]
+    kept: list[_Step] = []
+    for step in sorted(found, key=lambda step: step[:2]):
+        if not kept or step.kl < kept[-1].kl:
+            kept.append(step)
+    return kept
