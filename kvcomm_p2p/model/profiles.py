@@ -45,9 +45,12 @@ def save_profile(model_id: ModelId, profile: Profile, path: Path) -> None:
         "model_id": model_id.hex(),
         "run_tokens_min": profile.run_tokens_min,
         "repairs": {
-            provenance.name.lower(): [asdict(repair) for repair in repairs]
+            provenance.name.lower(): [
+                {name: getattr(repair, name) for name in _Repair.__struct_fields__} for repair in repairs
+            ]
             for provenance, repairs in sorted(profile.repairs.items())
         },
+        "short": {provenance.name.lower(): kl for provenance, kl in sorted(profile.short.items())},
         "divergence": asdict(profile.divergence),
         "measured": profile.measured,
     }
@@ -101,6 +104,7 @@ class _Document(msgspec.Struct):
     repairs: dict[str, list[_Repair]]
     divergence: _Divergence
     measured: str
+    short: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
 
     def profile(self) -> Profile:
         """Raises KeyError for a provenance that does not exist."""
@@ -110,4 +114,7 @@ class _Document(msgspec.Struct):
             if options
         }
         divergence = DivergenceFit(**msgspec.structs.asdict(self.divergence))
-        return Profile(self.run_tokens_min, MappingProxyType(repairs), divergence, self.measured)
+        short = {Provenance[name.upper()]: kl for name, kl in self.short.items()}
+        return Profile(
+            self.run_tokens_min, MappingProxyType(repairs), divergence, self.measured, MappingProxyType(short)
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcomm_p2p.planning.divergence import DivergenceFit
 from kvcomm_p2p.planning.types import Provenance, Repair
@@ -34,13 +34,16 @@ class Profile:
 
     `repairs`: per provenance of a copy, the ways to repair a run with the divergence that was measured, cheapest first; a
     provenance that cannot be repaired is missing. `divergence`: from what a repaired prompt shows to how far it is from full
-    prefill. `measured` says on what, when and with which result, for people.
+    prefill. `measured` says on what, when and with which result, for people. `short`: per provenance the divergence of runs
+    shorter than `run_tokens_min` that are corrected from memory, nats per token of a prompt that is wholly reused; what is
+    missing is recomputed.
     """
 
     run_tokens_min: int
     repairs: Mapping[Provenance, tuple[Repair, ...]]
     divergence: DivergenceFit
     measured: str
+    short: Mapping[Provenance, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ def test_only_the_same_model_gets_the_profile(tmp_path: Path) -> None:
     assert load_profile(ModelId(b"x" * 16), [tmp_path, tmp_path / "missing"]) is None
 
 
+def test_short_runs_are_optional(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    save_profile(ME, replace(PROFILE, short={Provenance.ROLE: 0.006}), path)
+    loaded = load_profile(ME, [tmp_path])
+    assert loaded is not None and loaded.short == {Provenance.ROLE: 0.006}
+    document = json.loads(path.read_text())
+    del document["short"]
+    path.write_text(json.dumps(document))
+    assert load_profile(ME, [tmp_path]) == PROFILE
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -36,6 +48,8 @@ def test_only_the_same_model_gets_the_profile(tmp_path: Path) -> None:
         {"repairs": {"nowhere": [{"head_tokens": 1, "probe_share": 0.0, "shift": False, "kl": 0.0}]}},
         {"repairs": {"bare": [{"head_tokens": 1}]}},
         {"repairs": {"bare": [{"head_tokens": 1, "probe_share": 0.9, "shift": False, "kl": 0.0}]}},
+        {"short": {"nowhere": 0.01}},
+        {"short": {"role": -0.01}},
         {"divergence": {"intercept": "1"}},
         {"measured": None},
     ],
