@@ -52,12 +52,13 @@ KINDS = {
     Scenario.NEAR: (Provenance.SAME, Provenance.NEAR),
     Scenario.ROLE: (Provenance.ROLE,),
     Scenario.BARE: (Provenance.BARE,),
+    Scenario.TEXT: (Provenance.TEXT,),
     Scenario.OTHER: (Provenance.OTHER,),
 }
 """Which provenance a scenario stands for."""
 
-SEVERAL = (Scenario.REORDERED, Scenario.REORDERED_BARE)
-"""Prompts of several runs, for the fit alone."""
+SEVERAL = {Scenario.REORDERED: 2, Scenario.REORDERED_BARE: 2, Scenario.LONG: 3, Scenario.EDITED: 3}
+"""Prompts of several runs, for the fit alone: one for so many of the others."""
 
 KL_USEFUL = 0.05
 """A repair that leaves more than this (nats/token) is of no use in any mode."""
@@ -134,7 +135,7 @@ def measure(
     wrong: list[Symptoms] = []
     planned = [
         *((scenario, prompts) for scenario in KINDS),
-        *((scenario, max(1, prompts // 2)) for scenario in SEVERAL),
+        *((scenario, max(1, prompts // rarer)) for scenario, rarer in SEVERAL.items()),
     ]
     with stepping(console, "calibrate", sum(count for _, count in planned)) as step:
         for scenario, count in planned:

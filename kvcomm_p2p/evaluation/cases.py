@@ -38,6 +38,8 @@ LONG_TOKENS = (320, 440, 600)
 """Lengths of single documents, in turn."""
 SHORT_TOKENS = 240
 """Length of each of several documents."""
+SEVERAL_TOKENS = (500, 900, 700)
+"""Lengths of several long documents."""
 BLOCKS_TOKENS = (30, 100, 45, 70)
 """Lengths of short blocks, in turn: two per prompt."""
 BLOCK_TOKENS_MIN = 24
@@ -54,9 +56,11 @@ class Scenario(str, enum.Enum):
     NEAR = "document, nearly the same system prompt"
     ROLE = "document, another role's system prompt"
     BARE = "document, computed bare"
+    TEXT = "document, another document before it in both"
     OTHER = "document, behind another document"
     REORDERED = "three documents, reordered"
     REORDERED_BARE = "three documents, each computed bare"
+    LONG = "three long documents, reordered"
     EDITED = "document with 10 % edits, another role's system prompt"
     SHORT = "short blocks, another template"
 
@@ -165,6 +169,26 @@ def prefilled(runner: ModelRunner, token_ids: TokenIds, extra: int = 0) -> tuple
     return cache, runner.prefill(token_ids.astype(np.int64), cache)
 
 
+def compared(
+    runner: ModelRunner,
+    scenario: Scenario,
+    prompt: TokenIds,
+    donors: Sequence[TokenIds],
+    length_min: int,
+    tokens: int,
+) -> Case:
+    """A case from any prompt and the prompts whose KV it can take over (all uint32): everything is prefilled here. Runs have
+    at least `length_min` tokens; what stands behind equal text from position 0 is none, that would be exact reuse."""
+    copies = tuple(copy_donor(runner, ids, prefilled(runner, ids)[0]) for ids in donors)
+    cache, logits = prefilled(runner, prompt, tokens)
+    full = continue_greedily(runner, cache, logits, tokens)
+    found = find_candidates(prompt, [copy.donor for copy in copies], length_min)
+    clipped = [run.clipped(0, len(prompt) - 1) for run in found]
+    moved = [run for run in clipped if run is not None and not _exact(run, prompt)]
+    runs = choose(moved, lambda run: float(run.tokens), length_min)
+    return Case(scenario, prompt, copies, cache, full, tuple(placed(run, prompt, _KEY) for run in runs))
+
+
 class _Builder:
     def __init__(self, runner: ModelRunner, tokens: int) -> None:
         self._runner, self._tokens = runner, tokens
@@ -180,6 +204,9 @@ class _Builder:
         elif scenario is Scenario.OTHER:
             prompt = self._chat(ours, texts[:1], asked)
             donors = [self._chat(theirs, [texts[1], texts[0]], other)]
+        elif scenario is Scenario.TEXT:
+            prompt = self._chat(ours, [texts[1], texts[0]], asked)
+            donors = [self._chat(theirs, [texts[2], texts[0]], other)]
         elif scenario is Scenario.REORDERED_BARE:
             donors = [self._bare(text) for text in texts]
         elif scenario is Scenario.EDITED:
@@ -190,17 +217,7 @@ class _Builder:
         else:
             donors = [self._chat(theirs, texts, other)]
         length_min = BLOCK_TOKENS_MIN if scenario is Scenario.SHORT else LENGTH_MIN
-        return self._compared(scenario, prompt, donors, length_min)
-
-    def _compared(self, scenario: Scenario, prompt: TokenIds, donors: Sequence[TokenIds], length_min: int) -> Case:
-        copies = tuple(copy_donor(self._runner, ids, prefilled(self._runner, ids)[0]) for ids in donors)
-        cache, logits = prefilled(self._runner, prompt, self._tokens)
-        full = continue_greedily(self._runner, cache, logits, self._tokens)
-        found = find_candidates(prompt, [copy.donor for copy in copies], length_min)
-        clipped = [run.clipped(0, len(prompt) - 1) for run in found]
-        moved = [run for run in clipped if run is not None and not _exact(run, prompt)]
-        runs = choose(moved, lambda run: float(run.tokens), length_min)
-        return Case(scenario, prompt, copies, cache, full, tuple(placed(run, prompt, _KEY) for run in runs))
+        return compared(self._runner, scenario, prompt, donors, length_min, self._tokens)
 
     def _chat(self, system: str, texts: Sequence[str], question: str) -> TokenIds:
         names = [f"document{index}" for index in range(len(texts))]
@@ -250,9 +267,13 @@ def _cut(tokenizer: Any, scenario: Scenario, number: int, topics: list[Topic]) -
         return [shortened(tokenizer, each, length).text for each, length in zip(short, lengths, strict=False)]
     if scenario in (Scenario.REORDERED, Scenario.REORDERED_BARE):
         return [each.text for each in cut_documents(tokenizer, SHORT_TOKENS, 3, topics)]
+    if scenario is Scenario.LONG:
+        several = cut_documents(tokenizer, max(SEVERAL_TOKENS), 3, topics)
+        return [shortened(tokenizer, each, SEVERAL_TOKENS[i]).text for i, each in enumerate(several)]
     long = cut_documents(tokenizer, max(LONG_TOKENS), 1, topics)
-    if scenario is Scenario.OTHER:
-        long += cut_documents(tokenizer, SHORT_TOKENS, 1, topics)
+    beside = {Scenario.OTHER: 1, Scenario.TEXT: 2}.get(scenario, 0)
+    if beside:
+        long += cut_documents(tokenizer, SHORT_TOKENS, beside, topics)
     return [
         shortened(tokenizer, long[0], LONG_TOKENS[number % len(LONG_TOKENS)]).text,
         *(each.text for each in long[1:]),
@@ -267,8 +288,8 @@ def _roles(number: int) -> tuple[str, str]:
 
 
 def _reworded(text: str) -> str:
-    """A system prompt that differs in a few words."""
-    return "Today " + text[0].lower() + text[1:].replace(" you ", " we ", 1).replace(" and ", " or ", 1)
+    """A system prompt that differs in a few words, at its beginning (so that nothing is an exact prefix) and at its end."""
+    return f"Today {text[0].lower()}{text[1:]} Be brief."
 
 
 def _reordered(texts: Sequence[str]) -> list[str]:

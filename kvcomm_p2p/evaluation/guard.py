@@ -41,6 +41,8 @@ MIX = (
     Scenario.NEAR,
     Scenario.EDITED,
     Scenario.REORDERED_BARE,
+    Scenario.TEXT,
+    Scenario.LONG,
 )
 """Kinds of prompts, in turn."""
 

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 SHARES: Mapping[Scenario, tuple[float, ...]] = {
     Scenario.NEAR: (0.05,),
     Scenario.ROLE: (0.10,),
+    Scenario.TEXT: (0.10,),
     Scenario.BARE: (0.15,),
     Scenario.OTHER: (0.15,),
     Scenario.REORDERED: (0.15, 0.30),
     Scenario.REORDERED_BARE: (0.15, 0.30),
+    Scenario.LONG: (0.15,),
     Scenario.EDITED: (0.10,),
     Scenario.SHORT: (0.0, 0.30),
 }

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcomm_p2p.planning.candidates import Candidate, choose, find_candidates
+from kvcomm_p2p.planning.candidates import GAP_MAX, Candidate, choose, find_candidates
+from kvcomm_p2p.planning.caution import is_safe
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.costs import PullCost, attended, correction_s, forward_s
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
-from kvcomm_p2p.planning.provenance import context_likeness, kind
+from kvcomm_p2p.planning.provenance import BARE_TOKENS_MAX, context_likeness, kind
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
 from kvcomm_p2p.planning.rivals import Weight, rivals
 from kvcomm_p2p.planning.spans import predicted_s, pull_cost, pulled_bytes, span_hops
@@ -32,6 +33,7 @@ from kvcomm_p2p.planning.types import (
     Rejected,
     Repair,
     ReuseRules,
+    Run,
     RunChoice,
     Span,
     SpanKind,
@@ -46,6 +48,8 @@ KL_TARGET = {Mode.BALANCED: 0.005, Mode.FAST: 0.02}
 KL_MAX = {Mode.BALANCED: 0.02, Mode.FAST: 0.05}
 """The budget of a request: what is predicted to cost more, before or after the repair, is recomputed."""
 LAST_WHY = "last token: its logits are needed"
+SLOWER_WHY = "recomputing everything is faster"
+RISKY_WHY = "recomputing everything may be faster: what would be saved is less than what is known for sure"
 
 _REPAIRED_WORTH = 0.75
 """What a saved second counts when the run is of once-repaired KV: exact copies are preferred."""
@@ -62,7 +66,8 @@ PROVENANCE_TEXTS = {
     Provenance.NEAR: "a copy from nearly the same context",
     Provenance.ROLE: "a copy from behind another beginning",
     Provenance.BARE: "a copy computed behind nothing",
-    Provenance.OTHER: "a copy from behind other text",
+    Provenance.TEXT: "a copy from behind other text of the same length",
+    Provenance.OTHER: "a copy from behind more text",
 }
 
 
@@ -94,13 +99,11 @@ def make_plan(
     if mode is Mode.DENSE:
         return Plan(len(prompt), mode, (replace(dense, why="dense mode"),), (), dense_s, dense_s)
     planner = _Planner(prompt, donors, mode, rules, costs, pulls or {}, key)
-    best = min(map(planner.behind, planner.prefixes()), key=lambda option: option.planned_s)
-    if best.planned_s >= dense_s:
+    best = min(map(planner.behind, planner.prefixes()), key=lambda each: (not planner.is_safe(each), each.planned_s))
+    if best.planned_s >= dense_s or not planner.is_safe(best):
         used = _donated(best)
-        rejected = best.rejected + [
-            _rejected(part, MissReason.COST, "recomputing everything is faster") for part in used
-        ]
-        why = "recomputing everything is faster" if used else dense.why
+        why = RISKY_WHY if best.planned_s < dense_s else SLOWER_WHY if used else dense.why
+        rejected = best.rejected + [_rejected(part, MissReason.COST, why) for part in used]
         best = _Option((replace(dense, why=why),), dense_s, rejected, ())
     told = _told(best.rejected, best.spans)
     return Plan(
@@ -118,10 +121,22 @@ def make_plan(
 
 
 def placed(run: Candidate, prompt: TokenIds, key: bytes) -> Candidate:
-    """The candidate with the provenance of its copy. `key`: content key."""
-    first = run.pieces[0]
-    context = context_likeness(prompt, first.prompt_start, run.donor, first.donor_start, key)
-    return replace(run, provenance=kind(context), likeness=context.likeness)
+    """The candidate with the provenance of its copy. `key`: content key.
+
+    What stands before its longest piece counts, that is most of it, and what stands before the first if that is worse: behind
+    another beginning all is wrong, however alike the tokens right before a later piece are. A beginning as short as a hole
+    is one, if both have it: a name in a system prompt does not make another role.
+    """
+    longest = max(run.pieces, key=lambda piece: piece.length)
+    deciding = [longest] if _begins_alike(run.pieces[0]) else [longest, run.pieces[0]]
+    contexts = [context_likeness(prompt, piece.prompt_start, run.donor, piece.donor_start, key) for piece in deciding]
+    worst = max(contexts, key=kind)
+    return replace(run, provenance=kind(worst), likeness=worst.likeness)
+
+
+def _begins_alike(piece: Run) -> bool:
+    shorter, longer = sorted((piece.prompt_start, piece.donor_start))
+    return longer <= BARE_TOKENS_MAX or (longer <= GAP_MAX and 2 * shorter >= longer)
 
 
 class _Option(NamedTuple):
@@ -185,6 +200,10 @@ class _Planner:
         ]
         runs = tuple(self._choice(run, repair) for run, repair in zip(chosen, repairs, strict=True))
         return _Option(spans, self._seconds(spans, chosen, repairs), rejected, runs, chosen)
+
+    def is_safe(self, option: _Option) -> bool:
+        """Whether an option is never slower than computing everything, as far as costs are known."""
+        return is_safe(option.spans, option.planned_s, self._costs, self._pulls)
 
     def compared(self, option: _Option) -> tuple[RunChoice, ...]:
         """Its runs, with the copies of the same tokens that were not taken."""

@@ -54,6 +54,9 @@ NEARLY_LENGTHS_MIN = 0.8
 SHORTER_MIN, LONGER_MIN = 0.5, 0.3
 """Below this ratio of the lengths a shorter context counts as none, and a longer one as other text."""
 
+ROLE_TOKENS_MAX = 200
+"""Unlike contexts up to this length are system prompts; longer ones hold other text besides."""
+
 INSERTED_TOKENS = 4
 """So many tokens right before the run on one side, found further back on the other, tell that text was inserted there."""
 
@@ -77,7 +80,7 @@ class Context:
     known of the donor counts as unlike. `lengths`: the shorter context's length over the longer one's (1 for two empty
     ones). `moved`: by how many positions the run moves towards the prompt's end. `more`: what stands right before the run
     in the prompt stands further back in the donor, so the donor has much other text in between; `less`: the other way
-    round.
+    round. `tokens`: length of the longer context.
     """
 
     same: bool
@@ -88,6 +91,7 @@ class Context:
     moved: int
     more: bool
     less: bool
+    tokens: int
 
     @property
     def likeness(self) -> float:
@@ -116,6 +120,7 @@ def context_likeness(prompt_ids: TokenIds, prompt_start: int, donor: Donor, dono
         moved=prompt_start - donor_start,
         more=_inserted(prompt_ids[:prompt_start], theirs) > INSERTED_SHARE * prompt_start,
         less=_inserted(theirs, prompt_ids[:prompt_start]) > INSERTED_SHARE * donor_start,
+        tokens=longer,
     )
 
 
@@ -133,7 +138,7 @@ def kind(context: Context) -> Provenance:
     shorter = context.moved > 0
     if context.lengths < (SHORTER_MIN if shorter else LONGER_MIN):
         return Provenance.BARE if shorter else Provenance.OTHER
-    return Provenance.ROLE
+    return Provenance.ROLE if context.tokens <= ROLE_TOKENS_MAX else Provenance.TEXT
 
 
 def _same(prompt: TokenIds, prompt_start: int, donor: Donor, donor_start: int, key: bytes) -> bool:

@@ -47,10 +47,12 @@ class Provenance(enum.IntEnum):
     """Nearly the same."""
     ROLE = 2
     """Another beginning (a role's system prompt), otherwise alike."""
-    BARE = 3
-    """Nothing, or next to nothing."""
-    OTHER = 4
-    """Other text."""
+    TEXT = 3
+    """Other text, and about as much of it as we have there."""
+    BARE = 4
+    """Nothing, or much less than we have there."""
+    OTHER = 5
+    """Other text where we have none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ GLUE = words(6, 5)
         (ROLE, edited(ROLE, 20), Provenance.ROLE),
         (ROLE, joined(OTHER_ROLE, ROLE[:40]), Provenance.ROLE),
         (joined(ROLE, DOCUMENT), joined(OTHER_ROLE, DOCUMENT), Provenance.ROLE),
-        (joined(ROLE, GLUE, DOCUMENT), joined(ROLE, GLUE, OTHER_DOCUMENT), Provenance.ROLE),
+        (joined(ROLE, GLUE, DOCUMENT), joined(ROLE, GLUE, OTHER_DOCUMENT), Provenance.TEXT),
         (joined(ROLE, GLUE, DOCUMENT), joined(OTHER_ROLE, GLUE, OTHER_DOCUMENT, DOCUMENT), Provenance.ROLE),
         (ROLE, NOTHING, Provenance.BARE),
         (ROLE, ROLE[-7:], Provenance.BARE),
@@ -95,7 +95,7 @@ def test_a_template_that_a_long_conversation_repeats_tells_nothing() -> None:
     ours, theirs = joined(ROLE, *turns[:6], GLUE), joined(ROLE, *turns[6:])
     context = seen(ours, theirs)
     assert not context.more
-    assert kind(context) is Provenance.ROLE
+    assert kind(context) is Provenance.TEXT
     alone = seen(joined(ROLE, GLUE), joined(ROLE, turns[0]))
     assert alone.more and not alone.less
 
