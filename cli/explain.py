@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -46,14 +47,16 @@ def rendered(table: explain.Table) -> Table:
     """For a terminal of any width: words wrap, numbers do not."""
     title = Text(table.title, style="bold")
     if table.headings:
-        drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+        drawn = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
     else:
         drawn = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 1))
         drawn.add_column(style="dim", no_wrap=True)
         drawn.add_column(overflow="fold")
     for index, heading in enumerate(table.headings):
-        number = index in table.numbers
-        drawn.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        justify: JustifyMethod = "right" if index in table.numbers else "left"
+        drawn.add_column(heading, justify=justify, no_wrap=index in table.numbers + table.names, overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))
     return drawn

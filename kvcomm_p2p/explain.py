@@ -49,13 +49,14 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`rows` of cells under `headings`; without headings, pairs of a label and what there is to say. `numbers`: indices of the
-    columns to be right-aligned."""
+    """`rows` of cells under `headings`; without headings, pairs of a label and what there is to say. `numbers` and `names`:
+    indices of columns whose cells are not to be broken, numbers to be right-aligned."""
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
+    names: tuple[int, ...] = ()
 
 
 def explained(report: PrefillReport, own_name: str = "") -> tuple[Table, ...]:
@@ -132,7 +133,7 @@ def _spans(report: PrefillReport, own_name: str) -> Table:
         )
         for span in report.spans
     ]
-    return Table("spans", ("tokens", "how", "from", "anchor", "there at", "why"), tuple(rows), (4,))
+    return Table("spans", ("tokens", "how", "from", "anchor", "there at", "why"), tuple(rows), (4,), (0, 1, 3))
 
 
 def _span_why(span: SpanReport) -> str:
@@ -156,6 +157,8 @@ def _run(number: int, run: RunReport, own_name: str, remark: str) -> Table:
     repair = f"{_tokens(run.head_tokens)} of head and {run.probes:,} probes are computed"
     if run.shift:
         repair += "; what the probes show corrects the rest"
+    if run.memory:
+        repair += "; what was observed at such copies before corrects the rest"
     cost = f"{size(run.kv_bytes)} from a peer" if run.kv_bytes else "nothing to pull"
     rows = [
         ("from", f"{_source(run.source, own_name)}, anchor {_ids(run.anchors)}, position {run.donor_start:,}"),
@@ -177,21 +180,20 @@ def _rivals(runs: Sequence[RunReport], own_name: str) -> Table:
             _range(other.start, other.end),
             _source(other.source, own_name),
             other.anchor,
-            CONTEXTS.get(other.provenance, other.provenance),
-            f"{other.likeness:.2f}",
+            f"{CONTEXTS.get(other.provenance, other.provenance)} ({other.likeness:.2f})",
             "" if other.saved_s is None else duration(max(0.0, other.saved_s)),
             other.why,
         )
         for number, run in enumerate(runs, start=1)
         for other in run.others
     ]
-    headings = ("run", "tokens", "from", "anchor", "behind", "alike", "saves", "why not")
-    return Table("copies that were not taken", headings, tuple(rows), (0, 5, 6))
+    headings = ("run", "tokens", "from", "anchor", "behind (likeness)", "saves", "why not")
+    return Table("copies that were not taken", headings, tuple(rows), (0, 5), (1, 3))
 
 
 def _misses(report: PrefillReport) -> Table:
     rows = [(miss.what, miss.reason, miss.detail) for miss in report.misses]
-    return Table("not reused", ("what", "reason", "detail"), tuple(rows))
+    return Table("not reused", ("what", "reason", "detail"), tuple(rows), names=(1,))
 
 
 def _remedies(report: PrefillReport) -> Table:

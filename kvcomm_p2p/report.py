@@ -52,7 +52,8 @@ class RunReport:
     """A reused run [start, end) of the prompt, and why this copy was taken.
 
     `source`: the agent that held it; `donor_start`: where it stood there. `provenance` and `likeness` (0 to 1): how much the
-    text before the copy was like the text before it here. `head_tokens`, `probes`, `shift`: its repair. `expected_kl`: its
+    text before the copy was like the text before it here. `head_tokens`, `probes`, `shift`, `memory`: its repair (see
+    `planning.types.Repair`); the first two counted in tokens. `expected_kl`: its
     share of the expected divergence; `saved_s`: predicted seconds against recomputing it. `deviation`: of the aligned KV
     where the guard compared it (None: it did not). `anchors`: the beginnings of the ids of those it comes from. `hops`: repairs
     that were behind the copy already. `kv_bytes`: of its blocks, head included, if a peer holds them. `others`: copies that
@@ -74,6 +75,7 @@ class RunReport:
     anchors: tuple[str, ...] = ()
     hops: int = 0
     kv_bytes: int = 0
+    memory: bool = False
     others: tuple[RivalReport, ...] = ()
 
 

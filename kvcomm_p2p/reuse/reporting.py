@@ -133,6 +133,7 @@ class ReportBuilder:
             anchors=_anchors(spans),
             hops=max(span_hops(span) for span in spans),
             kv_bytes=sum(pulled_bytes(spans, run.donor.anchors[0].kv_bytes // run.donor.anchors[0].tokens).values()),
+            memory=run.repair.memory,
             others=tuple(self._rival(rival) for rival in run.others),
         )
 

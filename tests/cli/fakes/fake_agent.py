@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvcomm_p2p.errors import ModelError, TransportError, UsageError
@@ -68,6 +68,7 @@ class Agent:
         self._port = port
         self._tokens = 0
         self.cancelled = 0
+        self.last_report: PrefillReport | None = None
 
     async def start(self) -> None:
         if self._model == "missing":
@@ -117,16 +118,14 @@ class Agent:
             peers=peers,
         )
 
+    async def explain(self, prompt: Any, *, slots: Any = None, mode: str = "balanced") -> PrefillReport:
+        report = report_of(max(2, len(filled(prompt, slots).split())), mode)
+        return replace(report, pulled_bytes=0, pulled_tokens=0, planned_only=True)
+
     async def stream(
         self, prompt: Any, *, slots: Any = None, mode: str = "balanced", sampling: Any = None
     ) -> AsyncIterator[str | Reply]:
-        text = prompt if isinstance(prompt, str) else " ".join(f"{m['role']}:{m['content']}" for m in prompt)
-        for name, value in (slots or {}).items():
-            text = text.replace("{" + name + "}", value)
-        if "CRASH" in text:
-            raise RuntimeError("a bug")
-        if "LONG" in text:
-            raise UsageError("the prompt has 9,000 tokens, the model's context holds 8,192: shorten it")
+        text = filled(prompt, slots)
         words = text.split()[: sampling.max_new_tokens if sampling else None]
         try:
             for word in words:
@@ -138,21 +137,40 @@ class Agent:
             raise
         count = max(2, len(words))
         self._tokens += count
-        report = PrefillReport(
-            mode=mode,
-            prompt_tokens=count,
-            exact_tokens=0,
-            continued_tokens=0,
-            reused_tokens=count // 2,
-            recomputed_tokens=count - count // 2,
-            pulled_bytes=46_080,
-            pulled_tokens=count // 2,
-            spans=(
-                SpanReport(0, count // 2, "reuse", "planner"),
-                SpanReport(count // 2, count, "recompute", why="head of a reused run"),
-            ),
-            misses=(MissReport("a run", "busy"),),
-            timings=Timings(),
-            wait_lost_s=0.0,
-        )
+        self.last_report = report = report_of(count, mode)
         yield Reply(" ".join(words), [1] * count, "length", report, 0.1, 0.2)
+
+
+def filled(prompt: Any, slots: Any) -> str:
+    """The prompt's text, and what is wrong with it."""
+    text = prompt if isinstance(prompt, str) else " ".join(f"{m['role']}:{m['content']}" for m in prompt)
+    for name, value in (slots or {}).items():
+        if "{" + name + "}" not in text:
+            raise UsageError(f"no text refers to slot {name!r}")
+        text = text.replace("{" + name + "}", value)
+    if "CRASH" in text:
+        raise RuntimeError("a bug")
+    if "LONG" in text:
+        raise UsageError("the prompt has 9,000 tokens, the model's context holds 8,192: shorten it")
+    return text
+
+
+def report_of(count: int, mode: str) -> PrefillReport:
+    """Of a prompt of at least 2 tokens, the first half of which comes from a peer."""
+    return PrefillReport(
+        mode=mode,
+        prompt_tokens=count,
+        exact_tokens=0,
+        continued_tokens=0,
+        reused_tokens=count // 2,
+        recomputed_tokens=count - count // 2,
+        pulled_bytes=46_080,
+        pulled_tokens=count // 2,
+        spans=(
+            SpanReport(0, count // 2, "reuse", "planner"),
+            SpanReport(count // 2, count, "recompute", why="head of a reused run"),
+        ),
+        misses=(MissReport("a run", "busy"),),
+        timings=Timings(),
+        wait_lost_s=0.0,
+    )
