@@ -21,7 +21,7 @@ from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.report import Timings
 from kvcomm_p2p.reuse.donors import FoundDonors
 from kvcomm_p2p.reuse.pulling import Pulled
-from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
+from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks, without_runs
 from kvcomm_p2p.reuse.reporting import ReportBuilder
 
 STALLED = Miss(MissReason.STALLED)
@@ -96,6 +96,69 @@ def test_wider_plans_recompute_more_of_the_same(plan: Plan, factor: int) -> None
         assert run.repair.head_tokens == factor * plan.runs[number - 1].repair.head_tokens
 
 
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.data())
+def test_runs_that_are_dropped_are_recomputed_and_can_be_aligned_later(plan: Plan, data: st.DataObject) -> None:
+    numbers = data.draw(st.sets(st.sampled_from(range(1, len(plan.runs) + 1)))) if plan.runs else set()
+    smaller = without_runs(plan, dict.fromkeys(numbers, STALLED))
+    assert covers(smaller) and guarded(smaller)
+    assert smaller.runs == tuple(run for number, run in enumerate(plan.runs, start=1) if number not in numbers)
+    lost = {at for span in plan.spans if span.run in numbers for at in range(span.start, span.end)}
+    before, after = by_position(plan), by_position(smaller)
+    for position, here in before.items():
+        dropped = any(item.start <= position < item.end for item in smaller.rejected)
+        assert after[position] == ((SpanKind.RECOMPUTE, None) if dropped else here)
+        assert dropped or position not in lost
+    told = {
+        piece.prompt_start + i: (item.run.donor, piece.donor_start + i)
+        for item in smaller.rejected
+        if item.run is not None
+        for piece in item.run.pieces
+        for i in range(piece.length)
+    }
+    assert told == {at: before[at][1] for at in lost if before[at][1] is not None}
+
+
+def test_widening_recomputes_what_was_corrected_from_memory() -> None:
+    """It has no head to lengthen; tried again as it was, it would be compared with what was just computed."""
+    source = donor([meta(1, 0, 256)])
+    memory, repaired = Candidate(source, (Run(0, 10, 40),)), Candidate(source, (Run(64, 60, 100),))
+    spans = [
+        Span(0, 10, SpanKind.RECOMPUTE),
+        *memory.spans(Repair(0, memory=True), RULES, 1),
+        Span(50, 60, SpanKind.RECOMPUTE),
+        *repaired.spans(Repair(8), RULES, 2),
+        Span(160, 161, SpanKind.RECOMPUTE),
+    ]
+    choices = [
+        RunChoice(run.start, run.end, source, Provenance.ROLE, 0.5, repair, 0.01, 1.0)
+        for run, repair in ((memory, Repair(0, memory=True)), (repaired, Repair(8)))
+    ]
+    wider = widened(replace(plan_of(spans), runs=tuple(choices)), 4, RULES)
+    assert [run.repair for run in wider.runs] == [Repair(32)]
+    assert [(s.start, s.end, s.kind.value, s.run) for s in wider.spans if s.end > 10][:4] == [
+        (10, 50, "recompute", 0),
+        (50, 60, "recompute", 0),
+        (60, 85, "recompute", 1),
+        (85, 160, "reuse", 1),
+    ]
+    assert [(item.start, item.end) for item in wider.rejected] == [(10, 50)]
+
+
+def test_a_short_run_survives_a_missing_block_if_enough_is_left() -> None:
+    source = donor([meta(1, 0, 256)])
+    repair = Repair(0, memory=True)
+    run = Candidate(source, (Run(16, 10, 48),))
+    spans = [Span(0, 10, SpanKind.RECOMPUTE), *run.spans(repair, RULES, 1), Span(58, 59, SpanKind.RECOMPUTE)]
+    choice = RunChoice(10, 58, source, Provenance.ROLE, 0.5, repair, 0.01, 1.0)
+    plan = replace(plan_of(spans), runs=(choice,))
+    block = BlockKey(source.anchors[0].anchor_id, 0)
+    left = without_blocks(plan, {block: STALLED}, RULES)
+    assert [(s.start, s.end, s.kind.value) for s in left.spans[1:-1]] == [(10, 26, "recompute"), (26, 58, "reuse")]
+    gone = without_blocks(plan, {block._replace(index=1): STALLED}, replace(RULES, short_tokens_min=17))
+    assert {s.kind for s in gone.spans} == {SpanKind.RECOMPUTE}
+
+
 def by_position(plan: Plan) -> dict[int, tuple[SpanKind, Any]]:
     """Position -> (kind, (donor, donor position) or None)."""
     table: dict[int, tuple[SpanKind, Any]] = {}
@@ -115,7 +178,11 @@ def block_of(source: Any) -> BlockKey:
 def test_a_run_with_a_hole_goes_on_behind_it_and_one_that_lost_its_head_gets_another() -> None:
     source = donor([meta(1, 0, 256)])
     candidate = Candidate(source, (Run(0, 10, 256),))
-    spans = [Span(0, 10, SpanKind.RECOMPUTE), *candidate.spans(Repair(32), RULES, 1), Span(266, 267, SpanKind.RECOMPUTE)]
+    spans = [
+        Span(0, 10, SpanKind.RECOMPUTE),
+        *candidate.spans(Repair(32), RULES, 1),
+        Span(266, 267, SpanKind.RECOMPUTE),
+    ]
     choice = RunChoice(10, 266, source, Provenance.OTHER, 0.5, Repair(32), 0.01, 1.0)
     plan = replace(plan_of(spans), runs=(choice,))
     block = BlockKey(source.anchors[0].anchor_id, 0)
@@ -154,6 +221,7 @@ def test_a_fallback_keeps_the_exact_beginning_alone(plan: Plan) -> None:
     assert [span.kind for span in kept.spans[:-1]] == [SpanKind.EXACT] * (len(kept.spans) - 1)
     assert (kept.spans[-1].start, kept.spans[-1].kind, kept.spans[-1].why) == (exact, SpanKind.RECOMPUTE, "why")
     assert hops_at(kept)[-1][1] == 0
+    assert [item.run.donor if item.run else None for item in kept.rejected] == [run.donor for run in plan.runs]
 
 
 def test_dense_plan() -> None:
