@@ -95,25 +95,22 @@ def pulled_bytes(spans: Iterable[Span], token_bytes: int) -> dict[NodeId, int]:
 
 
 def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
-    """Seconds from knowing the plan to next-token logits.
+    """Seconds from knowing the plan to next-token logits, as the engine goes about it.
 
-    Without pulls everything is computed in one forward. With pulls, blocks are aligned as they come; what stands before the
-    first pulled or rotated KV is one forward beside them and all the rest a second one, if the pulls take long
-    (LEAD_WAIT_FORWARDS), else everything is one forward after them.
+    Blocks are aligned as they come; on a slow link the prompt's own beginning is computed meanwhile (`lead_rows`). All the rest
+    is one forward after that.
     """
     ahead, rest = np.zeros(2), np.zeros(2)
-    behind, copied = False, 0
+    wait = pull_wait_s(spans, costs, pulls)
+    _, lead = _lead(spans, wait, costs)
+    copied = 0
     for span in spans:
         if span.donor is not None:
             copied += span.tokens * costs.token_bytes
         if span.kind is SpanKind.RECOMPUTE:
-            (rest if behind else ahead)[:] += span.tokens, attended(span.tokens, span.start)
+            (ahead if span.end <= lead else rest)[:] += span.tokens, attended(span.tokens, span.start)
         elif span.donor is not None:
-            behind = behind or span.kind is SpanKind.REUSE or not span.donor.local
             rest += span.probes, span.probes * (span.start + span.end) / 2
-    wait = pull_wait_s(spans, costs, pulls)
-    if wait <= LEAD_WAIT_FORWARDS * costs.forward_s:
-        return max(wait, align_s(costs, copied)) + _forward_s(costs, ahead + rest)
     return max(wait, align_s(costs, copied), _forward_s(costs, ahead)) + _forward_s(costs, rest)
 
 
@@ -130,14 +127,18 @@ def lead_rows(plan: Plan, costs: Costs, pulls: Mapping[NodeId, PullCost]) -> tup
 
     (0, 0) if too little can be done meanwhile, or the blocks will be here soon.
     """
-    if pull_wait_s(plan.spans, costs, pulls) <= LEAD_WAIT_FORWARDS * costs.forward_s:
+    return _lead(plan.spans, pull_wait_s(plan.spans, costs, pulls), costs)
+
+
+def _lead(spans: Sequence[Span], wait_s: float, costs: Costs) -> tuple[int, int]:
+    if wait_s <= LEAD_WAIT_FORWARDS * costs.forward_s:
         return 0, 0
     exact = 0
-    for span in plan.spans:
+    for span in spans:
         if span.kind is SpanKind.EXACT and span.donor is not None and span.donor.local:
             exact = span.end
         elif span.kind is SpanKind.RECOMPUTE and span.donor is None and span.tokens >= LEAD_TOKENS_MIN:
-            return (exact, span.end) if span.end < plan.tokens else (0, 0)
+            return (exact, span.end) if span.end < spans[-1].end else (0, 0)
         else:
             break
     return 0, 0
