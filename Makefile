@@ -33,7 +33,7 @@ types: $(READY)
 bench: $(READY)
 	$(BIN)/kvcomm bench ttft
 	$(BIN)/kvcomm bench pull
-	$(BIN)/kvcomm bench quality
+	$(BIN)/kvcomm bench quality --prompts 6
 
 clean:
 	rm -rf .venv .types .mypy_cache .pytest_cache .ruff_cache build dist
@@ -42,5 +42,5 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(shell grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'
 	touch $@

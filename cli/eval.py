@@ -46,6 +46,9 @@ def evaluate(
             "--execute", help="code: run what the model writes (limited, but not a sandbox) against the test."
         ),
     ] = False,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Also fill the prompts in other ways, at equal cost; much slower.")
+    ] = False,
     model: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="[default: smollm2-135m]")] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="NUMBER", help="Of what is asked, and of intervals.")] = 0,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Also draw pictures into this folder.")] = None,
@@ -59,6 +62,9 @@ def evaluate(
     from kvcomm_p2p.evaluation.eval import DEFAULT_MODEL, MODES, run
     from kvcomm_p2p.evaluation.workloads.catalogue import Data
 
+    more = None
+    if controls:
+        from kvcomm_p2p.evaluation.controls import control_rows as more
     evaluation = run(
         stderr(),
         workload=workload.value,
@@ -69,6 +75,7 @@ def evaluate(
         seed=seed,
         data=Data(gsm8k=gsm8k, humaneval=humaneval, readers=readers, execute=execute),
         plots=plots,
+        controls=more,
         settings=settings,
     )
     _show(evaluation, as_json=as_json, save=save)
