@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvcomm_p2p.planning.costs import PullCost
-from kvcomm_p2p.planning.spans import predicted_s
+from kvcomm_p2p.planning.spans import lead_of, predicted_s, pull_wait_s
 from kvcomm_p2p.planning.types import Costs, Span, SpanKind
 from kvcomm_p2p.protocol.ids import NodeId
 
@@ -25,7 +25,8 @@ def is_safe(spans: Sequence[Span], planned_s: float, costs: Costs, pulls: Mappin
     as long as believed, relative to computing; and, because it may need two forwards where one computes everything, where a
     forward's fixed cost does so too. (Of tokens and pairs it computes fewer: where those cost more, it wins.)
     """
-    aside_s = planned_s - predicted_s(spans, costs, pulls)
+    _, lead = lead_of(spans, pull_wait_s(spans, costs, pulls), costs)
+    aside_s = planned_s - predicted_s(spans, costs, pulls, lead)
     slow = replace(
         costs,
         pull_latency_s=costs.pull_latency_s * _WORST,
@@ -35,6 +36,6 @@ def is_safe(spans: Sequence[Span], planned_s: float, costs: Costs, pulls: Mappin
     slow_pulls = {peer: PullCost(cost.latency_s * _WORST, cost.bytes_per_s / _WORST) for peer, cost in pulls.items()}
     dense = [Span(0, spans[-1].end, SpanKind.RECOMPUTE)]
     return all(
-        predicted_s(spans, each, slow_pulls) + aside_s * _WORST <= SLOWER_MAX * predicted_s(dense, each, {})
+        predicted_s(spans, each, slow_pulls, lead) + aside_s * _WORST <= SLOWER_MAX * predicted_s(dense, each, {})
         for each in (slow, replace(slow, forward_s=costs.forward_s * _WORST))
     )

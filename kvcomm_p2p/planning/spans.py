@@ -94,15 +94,18 @@ def pulled_bytes(spans: Iterable[Span], token_bytes: int) -> dict[NodeId, int]:
     return bytes_from
 
 
-def predicted_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
+def predicted_s(
+    spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost], lead: int | None = None
+) -> float:
     """Seconds from knowing the plan to next-token logits, as the engine goes about it.
 
-    Blocks are aligned as they come; on a slow link the prompt's own beginning is computed meanwhile (`lead_rows`). All the rest
-    is one forward after that.
+    Blocks are aligned as they come; on a slow link the prompt's own beginning is computed meanwhile. All the rest is one forward
+    after that. `lead`: where that beginning ends; None: as decided with these costs (`lead_rows`).
     """
     ahead, rest = np.zeros(2), np.zeros(2)
     wait = pull_wait_s(spans, costs, pulls)
-    _, lead = _lead(spans, wait, costs)
+    if lead is None:
+        _, lead = lead_of(spans, wait, costs)
     copied = 0
     for span in spans:
         if span.donor is not None:
@@ -127,10 +130,11 @@ def lead_rows(plan: Plan, costs: Costs, pulls: Mapping[NodeId, PullCost]) -> tup
 
     (0, 0) if too little can be done meanwhile, or the blocks will be here soon.
     """
-    return _lead(plan.spans, pull_wait_s(plan.spans, costs, pulls), costs)
+    return lead_of(plan.spans, pull_wait_s(plan.spans, costs, pulls), costs)
 
 
-def _lead(spans: Sequence[Span], wait_s: float, costs: Costs) -> tuple[int, int]:
+def lead_of(spans: Sequence[Span], wait_s: float, costs: Costs) -> tuple[int, int]:
+    """`lead_rows` of the spans of a plan whose blocks take `wait_s` to come."""
     if wait_s <= LEAD_WAIT_FORWARDS * costs.forward_s:
         return 0, 0
     exact = 0

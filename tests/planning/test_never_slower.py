@@ -19,7 +19,7 @@ from planning_cases import COSTS, ME, PEER, RULES, Tokens, donor, joined, words
 from kvcomm_p2p.planning import plan as planning
 from kvcomm_p2p.planning.caution import COST_ERROR, SLOWER_MAX
 from kvcomm_p2p.planning.costs import PullCost, align_s, attended, forward_s
-from kvcomm_p2p.planning.plan import RISKY_WHY, SLOWER_WHY, make_plan
+from kvcomm_p2p.planning.plan import RISKY_WHY, make_plan
 from kvcomm_p2p.planning.spans import lead_rows, probe_positions, pull_wait_s
 from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, ReuseRules, Span, SpanKind
 from kvcomm_p2p.protocol.ids import NodeId
@@ -162,3 +162,40 @@ def test_what_is_expected_is_what_the_engines_order_of_work_takes(scene: Scene) 
 @settings(max_examples=300, deadline=None)
 def test_no_plan_is_slower_than_promised_though_every_cost_is_off(scene: Scene, mode: Mode) -> None:
     assert slowest(scene, scene.plan(mode)) <= SLOWER_MAX + 1e-6
+
+
+def document_behind(tokens: int, bytes_per_s: float) -> Scene:
+    """A document that a peer holds, behind and before something else."""
+    document = words(1, tokens)
+    prompt = joined(words(2, 90), document, words(3, 20))
+    costs = replace(COSTS, pull_bytes_per_s=bytes_per_s)
+    return Scene(prompt, [donor(joined(words(4, 70), document))], costs, {})
+
+
+def test_what_is_not_sure_to_be_faster_is_recomputed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = document_behind(1000, 25e6)
+    plan = scene.plan()
+    assert not reuses(plan)
+    assert plan.spans[0].why == RISKY_WHY
+    assert [rejected.miss.detail for rejected in plan.rejected] == [RISKY_WHY]
+    assert document_behind(1000, 15e6).plan().spans[0].why != RISKY_WHY
+    monkeypatch.setattr(planning, "is_safe", lambda *_: True)
+    rash = scene.plan()
+    assert reuses(rash)
+    assert rash.planned_s < rash.dense_s
+    assert slowest(scene, rash) > 1.3
+
+
+def test_caution_gives_up_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes = [
+        document_behind(tokens, bytes_per_s)
+        for tokens in (64, 128, 256, 512, 1024, 2000)
+        for bytes_per_s in np.logspace(6, 10, 17)
+    ]
+
+    def saved() -> float:
+        return sum(1 - plan.planned_s / plan.dense_s for plan in (scene.plan() for scene in scenes))
+
+    cautious = saved()
+    monkeypatch.setattr(planning, "is_safe", lambda *_: True)
+    assert 0.95 * saved() < cautious < saved()
