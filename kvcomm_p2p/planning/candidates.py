@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvcomm_p2p.planning.alignment import Aligner, chains
 from kvcomm_p2p.planning.chains import TokenIds
+from kvcomm_p2p.planning.provenance import Context
 from kvcomm_p2p.planning.types import Donor, Provenance, Repair, ReuseRules, Run, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX
 
@@ -40,12 +41,14 @@ class _Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Equal pieces of one donor that could be reused as one run: ascending in prompt and donor, with small holes between
-    them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before the first."""
+    them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before the first;
+    `context`: all that is known of that, None before `plan.placed`."""
 
     donor: Donor
     pieces: tuple[Run, ...]
     provenance: Provenance = Provenance.OTHER
     likeness: float = 0.0
+    context: Context | None = None
 
     @property
     def start(self) -> int:

@@ -121,7 +121,7 @@ def make_plan(
 
 
 def placed(run: Candidate, prompt: TokenIds, key: bytes) -> Candidate:
-    """The candidate with the provenance of its copy. `key`: content key.
+    """The candidate with the context and the provenance of its copy. `key`: content key.
 
     What stands before its longest piece counts, that is most of it, and what stands before the first if that is worse: behind
     another beginning all is wrong, however alike the tokens right before a later piece are. A beginning as short as a hole
@@ -131,7 +131,7 @@ def placed(run: Candidate, prompt: TokenIds, key: bytes) -> Candidate:
     deciding = [longest] if _begins_alike(run.pieces[0]) else [longest, run.pieces[0]]
     contexts = [context_likeness(prompt, piece.prompt_start, run.donor, piece.donor_start, key) for piece in deciding]
     worst = max(contexts, key=kind)
-    return replace(run, provenance=kind(worst), likeness=worst.likeness)
+    return replace(run, provenance=kind(worst), likeness=worst.likeness, context=worst)
 
 
 def _begins_alike(piece: Run) -> bool:
@@ -287,7 +287,9 @@ class _Planner:
     def _choice(self, run: Candidate, repair: Repair) -> RunChoice:
         kl = expected_kl(run, repair, len(self._prompt))
         saved_s = self._saved_s(run, repair)
-        return RunChoice(run.start, run.end, run.donor, run.provenance, run.likeness, repair, kl, saved_s)
+        return RunChoice(
+            run.start, run.end, run.donor, run.provenance, run.likeness, repair, kl, saved_s, context=run.context
+        )
 
     def _pruned(self, fixed: list[Span], chosen: list[Candidate]) -> list[Candidate]:
         """Without the runs whose absence makes the whole plan faster: one, or all of a holder.

@@ -6,12 +6,16 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, Miss
 from kvcomm_p2p.protocol.ids import NodeId, SequenceId
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.planning.provenance import Context
 
 
 class Mode(str, enum.Enum):
@@ -162,7 +166,7 @@ class Rival:
 class RunChoice:
     """Why a reused run is filled as it is. `likeness`: 0 to 1, of the contexts within their class; `kl`: its share of the
     plan's expected divergence; `saved_s`: predicted seconds against recomputing it; `others`: copies that were not taken, the
-    best few."""
+    best few; `context`: all that is known of what stood before the copy, None where nobody compared."""
 
     start: int
     end: int
@@ -173,6 +177,7 @@ class RunChoice:
     kl: float
     saved_s: float
     others: tuple[Rival, ...] = ()
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True)
