@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -52,6 +52,7 @@ def save_profile(model_id: ModelId, profile: Profile, path: Path) -> None:
         },
         "short": {provenance.name.lower(): kl for provenance, kl in sorted(profile.short.items())},
         "divergence": asdict(profile.divergence),
+        "selection": profile.selection,
         "measured": profile.measured,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +106,7 @@ class _Document(msgspec.Struct):
     divergence: _Divergence
     measured: str
     short: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
+    selection: Literal["head", "predictor"] = "head"
 
     def profile(self) -> Profile:
         """Raises KeyError for a provenance that does not exist."""
@@ -116,5 +118,10 @@ class _Document(msgspec.Struct):
         divergence = DivergenceFit(**msgspec.structs.asdict(self.divergence))
         short = {Provenance[name.upper()]: kl for name, kl in self.short.items()}
         return Profile(
-            self.run_tokens_min, MappingProxyType(repairs), divergence, self.measured, MappingProxyType(short)
+            run_tokens_min=self.run_tokens_min,
+            repairs=MappingProxyType(repairs),
+            divergence=divergence,
+            measured=self.measured,
+            short=MappingProxyType(short),
+            selection=self.selection,
         )

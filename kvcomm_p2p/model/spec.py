@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvcomm_p2p.planning.divergence import DivergenceFit
 from kvcomm_p2p.planning.types import Provenance, Repair
@@ -36,7 +37,8 @@ class Profile:
     provenance that cannot be repaired is missing. `divergence`: from what a repaired prompt shows to how far it is from full
     prefill. `measured` says on what, when and with which result, for people. `short`: per provenance the divergence of runs
     shorter than `run_tokens_min` that are corrected from memory, nats per token of a prompt that is wholly reused; what is
-    missing is recomputed.
+    missing is recomputed. `selection`: which tokens of a run its head's budget goes to, the first ones ("head") or those that
+    the prefix predictor expects to be most wrong ("predictor").
     """
 
     run_tokens_min: int
@@ -44,6 +46,7 @@ class Profile:
     divergence: DivergenceFit
     measured: str
     short: Mapping[Provenance, float] = field(default_factory=dict)
+    selection: Literal["head", "predictor"] = "head"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,18 @@ def test_short_runs_are_optional(tmp_path: Path) -> None:
     assert load_profile(ME, [tmp_path]) == PROFILE
 
 
+def test_the_first_tokens_are_recomputed_unless_a_profile_says_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    save_profile(ME, replace(PROFILE, selection="predictor"), path)
+    loaded = load_profile(ME, [tmp_path])
+    assert loaded is not None and loaded.selection == "predictor"
+    document = json.loads(path.read_text())
+    del document["selection"]
+    path.write_text(json.dumps(document))
+    loaded = load_profile(ME, [tmp_path])
+    assert loaded is not None and loaded.selection == "head"
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -52,6 +64,7 @@ def test_short_runs_are_optional(tmp_path: Path) -> None:
         {"short": {"role": -0.01}},
         {"divergence": {"intercept": "1"}},
         {"measured": None},
+        {"selection": "oracle"},
     ],
 )
 def test_unusable_profiles_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
