@@ -108,6 +108,9 @@ def _remarks(status: Mapping[str, Any]) -> list[str]:
     lines = []
     if status["exact_only_reason"]:
         lines.append(f"{status['name']} reuses exact prefixes only: {status['exact_only_reason']}")
+    if status.get("deviations"):
+        kept = f"{status['deviations']:,} deviations ({size(status['deviation_bytes'])})"
+        lines.append(f"{status['name']} remembers {kept} to correct short runs by")
     if status["misses"]:
         reasons = sorted(status["misses"].items(), key=lambda item: (-item[1], item[0]))
         lines.append(f"{status['name']} missed: " + ", ".join(f"{reason} {count:,}" for reason, count in reasons))

@@ -44,7 +44,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
-    """A snapshot. Token counts are sums over all prefills; `misses` counts by reason."""
+    """A snapshot. Token counts are sums over all prefills; `misses` counts by reason. `deviations`: entries of the memory
+    that corrects short runs, and their bytes."""
 
     name: str
     role: str
@@ -66,6 +67,8 @@ class AgentStatus:
     pulled_bytes: int
     fallbacks: int
     wait_lost_s: float
+    deviations: int = 0
+    deviation_bytes: int = 0
     misses: dict[str, int] = field(default_factory=dict)
     peers: list[dict[str, Any]] = field(default_factory=list)
 
@@ -96,6 +99,8 @@ class AgentStatus:
             pulled_bytes=sums.get("pulled_bytes", 0),
             fallbacks=sums.get("fallbacks", 0),
             wait_lost_s=wait_lost_s,
+            deviations=len(stack.memory),
+            deviation_bytes=stack.memory.kv_bytes,
             misses=misses,
             peers=[
                 {

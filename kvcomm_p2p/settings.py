@@ -79,6 +79,9 @@ class Settings:
     pool_anchors_max: int = 5000
     """Anchors that a node holds."""
 
+    deviation_bytes: int = 64 << 20
+    """Bytes of remembered deviations, by which short runs are corrected; 0: short runs are recomputed."""
+
     gossip_interval_s: float = 0.2
     """Seconds between gossip rounds."""
 
@@ -168,11 +171,14 @@ class Settings:
         return problems
 
     def _bad_node_values(self) -> list[str]:
+        problems = []
+        if self.deviation_bytes < 0:
+            problems.append(f"deviation_bytes {self.deviation_bytes} is negative; use 0 to remember nothing")
         try:
             self.node_config()
         except SettingsError as error:
-            return list(error.problems)
-        return []
+            problems += error.problems
+        return problems
 
 
 def is_loopback(host: str) -> bool:
@@ -211,7 +217,7 @@ def _parse(kind: str, key: str, value: Any) -> Any:
             return float(value)
         except ValueError:
             raise ValueError(f"{value!r} is not a number") from None
-    if key.endswith("bytes_max"):
+    if key.endswith(("_bytes", "_bytes_max")):
         return _parse_bytes(str(value))
     try:
         return int(str(value))

@@ -30,11 +30,14 @@ from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord, RefusedReason
 from kvcomm_p2p.protocol.node import Node, PeerView
+from kvcomm_p2p.reuse.deviations import DeviationMemory
 from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.engine import Filled, ReuseEngine
+from kvcomm_p2p.reuse.learning import Learner
 from kvcomm_p2p.reuse.lineage import Lineage
 from kvcomm_p2p.reuse.publish import Published, Publisher
 from kvcomm_p2p.reuse.pulling import Puller
+from kvcomm_p2p.reuse.recall import Recall
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.store import BlockStore
 
@@ -92,8 +95,17 @@ class AgentStack:
             content_key=content_key,
         )
         self._puller = Puller(driver, store)
+        self.memory = DeviationMemory(settings.deviation_bytes)
+        self._learner = Learner(self.memory, driver, store, runner.spec, self._compute)
         self.engine = ReuseEngine(
-            runner, finder, self._puller, measured_costs(runner), self._compute, self._peer_name, content_key
+            runner,
+            finder,
+            self._puller,
+            measured_costs(runner),
+            self._compute,
+            self._peer_name,
+            content_key,
+            Recall(self.memory, runner.spec),
         )
         self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
         self._lock = threading.Lock()
@@ -139,7 +151,11 @@ class AgentStack:
         """
         filled = await self.engine.fill(prompt, mode, exact_only=exact_only, rows_extra=rows_extra, cancelled=cancelled)
         if publish and isinstance(filled.cache, KVCache):
-            return Publication(prompt, filled, self._background(self._publish_prompt(prompt, filled, filled.cache)))
+            published = self._background(self._publish_prompt(prompt, filled, filled.cache))
+            if published is not None:
+                # Not part of publishing, which the answer waits for.
+                self._background(self._learn(published, prompt, filled, filled.cache))
+            return Publication(prompt, filled, published)
         self._puller.release(filled.pulled, list(filled.pulled.handles))
         return Publication(prompt, filled, None)
 
@@ -177,6 +193,12 @@ class AgentStack:
     async def _publish_prompt(self, prompt: PreparedPrompt, filled: Filled, cache: KVCache) -> Published:
         await self._publisher.replicas(filled.pulled)
         return await self._publisher.prompt(prompt.token_ids, cache, filled.plan, prompt.visibility, prompt.marks)
+
+    async def _learn(
+        self, published: concurrent.futures.Future[Published], prompt: PreparedPrompt, filled: Filled, cache: KVCache
+    ) -> None:
+        await asyncio.wait([asyncio.wrap_future(published)])
+        await self._learner.learn(cache, filled.plan, prompt.visibility)
 
     async def _publish_answer(self, publication: Publication, cache: KVCache, token_ids: Sequence[int]) -> None:
         assert publication.published is not None

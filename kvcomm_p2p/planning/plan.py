@@ -88,8 +88,8 @@ def make_plan(
     one. CONTINUED needs a donor of our own with tokens equal from position 0. A reused run has hops <= HOPS_PUBLISHED_MAX
     and at least `rules.run_tokens_min` tokens, or as few as `rules.short` allows, and is repaired as `rules` has measured
     for its provenance (see `Candidate.spans`); of copies of the same content, the one whose context is most like the
-    prompt's is taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the content key,
-    under which peers' contexts are sketched. Raises ValueError for an empty prompt.
+    prompt's is taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the
+    content key, under which peers' contexts are sketched. Raises ValueError for an empty prompt.
     """
     prompt = np.asarray(prompt_ids, np.uint32)
     if not len(prompt):

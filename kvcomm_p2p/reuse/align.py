@@ -48,14 +48,19 @@ class Aligner:
 
 
 def align_span(
-    cache: KVCache, span: Span, blocks: Mapping[BlockKey, memoryview], rotary: RotaryGeometry | None
+    cache: KVCache,
+    span: Span,
+    blocks: Mapping[BlockKey, memoryview],
+    rotary: RotaryGeometry | None,
+    first_position: int = 0,
 ) -> None:
-    """Fill rows [span.start, span.end) of the slab from the blocks of the span's donor (all of which must be in `blocks`).
+    """Fill the rows of positions [span.start, span.end) from the blocks of the span's donor (all of which must be in
+    `blocks`). Row 0 of the slab is that of `first_position`.
 
     Keys are rotated by the distance between their position here and where they were computed; distance 0 copies the bits.
     """
     for anchor, index in blocks_needed(span):
-        _align_block(cache, span, anchor, index, blocks[BlockKey(anchor.anchor_id, index)], rotary)
+        _align_block(cache, span, anchor, index, blocks[BlockKey(anchor.anchor_id, index)], rotary, first_position)
 
 
 def interpolate(cache: KVCache, plan: Plan, rotary: RotaryGeometry | None) -> None:
@@ -83,7 +88,13 @@ def _turned(cache: KVCache, source: int, row: int, rotary: RotaryGeometry | None
 
 
 def _align_block(
-    cache: KVCache, span: Span, anchor: AnchorMeta, index: int, data: memoryview, rotary: RotaryGeometry | None
+    cache: KVCache,
+    span: Span,
+    anchor: AnchorMeta,
+    index: int,
+    data: memoryview,
+    rotary: RotaryGeometry | None,
+    first_position: int = 0,
 ) -> None:
     """The rows of `span` that one block of its donor holds."""
     shift = span.start - span.donor_start
@@ -93,7 +104,8 @@ def _align_block(
     low = max(span.donor_start, first)
     high = min(span.donor_start + span.tokens, first + tokens)
     source = [part[:, :, low - first : high - first] for part in (keys, values)]
-    target = [part[:, 0, :, low + shift : high + shift] for part in (cache.keys, cache.values)]
+    rows = slice(low + shift - first_position, high + shift - first_position)
+    target = [part[:, 0, :, rows] for part in (cache.keys, cache.values)]
     turned, kept = (1, 0) if rotary and rotary.in_values else (0, 1)
     rope_shift(
         source[turned],

@@ -8,9 +8,10 @@ in: `may_correct` says what they may flow into.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ import torch
 
 from kvcomm_p2p.kernels.rope_shift import rope_shift
 from kvcomm_p2p.model.spec import RotaryGeometry
+from kvcomm_p2p.planning.types import Provenance
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.ids import ModelId
 
@@ -126,6 +128,23 @@ def may_correct(deviation: Deviation, visibility: Visibility, group: bytes) -> b
     return visibility is Visibility.PRIVATE
 
 
+def strictest(accesses: Iterable[tuple[Visibility, bytes]]) -> tuple[Visibility, bytes]:
+    """(visibility, group) of what depends on all of these; public for none. Two groups have only "private" in common.
+
+    Private KV keeps the tag of the one group that is named before it, as `may_correct` takes it.
+    """
+    named = tuple(accesses)
+    groups = sorted({group for visibility, group in named if visibility is Visibility.GROUP})
+    if len(groups) > 1:
+        return Visibility.PRIVATE, b""
+    return max((visibility for visibility, _ in named), default=Visibility.PUBLIC), b"".join(groups)
+
+
+def edge_of(provenance: Provenance) -> bytes:
+    """The kind of prefix change that a class of copies has seen."""
+    return hashlib.sha256(b"kvcomm edge\0" + provenance.name.encode()).digest()[:8]
+
+
 class DeviationMemory:
     """Deviations that were seen, within `bytes_max` (exactly, by `Deviation.kv_bytes`). Thread safe.
 
@@ -139,6 +158,11 @@ class DeviationMemory:
         self._held: list[_Held] = []
         self._bytes = 0
         self._floor = 0.0
+
+    @property
+    def bytes_max(self) -> int:
+        """The budget; 0: nothing is ever kept."""
+        return self._bytes_max
 
     @property
     def kv_bytes(self) -> int:
@@ -183,6 +207,14 @@ class DeviationMemory:
                 if held is not None and corrected > 0:
                     held.uses += corrected / deviation.tokens
                     held.priority = self._floor + held.uses
+
+    def discard(self, deviations: Sequence[Deviation]) -> None:
+        """Forget these; ignores what is held no more."""
+        with self._lock:
+            for deviation in deviations:
+                index = next((i for i, held in enumerate(self._held) if held.deviation is deviation), None)
+                if index is not None:
+                    self._bytes -= self._held.pop(index).size
 
 
 @dataclass(slots=True)

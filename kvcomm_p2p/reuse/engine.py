@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.plan import APPROXIMATE, KL_MAX, KL_TARGET, make_plan
+from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules
 from kvcomm_p2p.prompts import PreparedPrompt
@@ -32,6 +33,7 @@ from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
+from kvcomm_p2p.reuse.recall import Recall, Recalled
 from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
 from kvcomm_p2p.reuse.shifting import plan_shift
@@ -69,10 +71,11 @@ class _Repaired:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the compute thread brought about."""
+    """What the compute thread brought about. `guarded`: the plan that the guard has judged at last."""
 
     repaired: _Repaired
     plan: Plan
+    guarded: Plan
     fallback: str
     recompute_s: float
 
@@ -89,7 +92,9 @@ class ReuseEngine:
         compute: Executor,
         peer_name: Callable[[bytes], str],
         content_key: bytes,
+        recall: Recall | None = None,
     ) -> None:
+        """`recall`: corrects short runs from memory; None: they are recomputed."""
         self._runner = runner
         self._finder = finder
         self._puller = puller
@@ -97,9 +102,11 @@ class ReuseEngine:
         self._compute = compute
         self._peer_name = peer_name
         self._content_key = content_key
+        self._recall = recall
 
-    def rules(self, mode: Mode, exact_only: str = "") -> ReuseRules:
-        """What may be approximated: nothing when `exact_only` gives a reason, or without a measured profile."""
+    def rules(self, mode: Mode, exact_only: str = "", visibility: Sequence[VisibilityMark] = ()) -> ReuseRules:
+        """What may be approximated in a prompt with these marks: nothing when `exact_only` gives a reason, or without a
+        measured profile."""
         spec = self._runner.spec
         reason = exact_only or spec.exact_only_reason
         if not reason and spec.profile is None:
@@ -109,6 +116,7 @@ class ReuseEngine:
             )
         if reason or spec.profile is None or mode not in APPROXIMATE:
             return ReuseRules(approximate=False, reason=reason)
+        short, short_from = self._recall.short(visibility) if self._recall is not None else ({}, {})
         return ReuseRules(
             approximate=True,
             reason="",
@@ -118,6 +126,8 @@ class ReuseEngine:
             kl_max=KL_MAX[mode],
             guard_probes=GUARD_PROBES,
             interpolated_tokens=INTERPOLATED_TOKENS if mode is Mode.FAST else 0,
+            short=short,
+            short_from=short_from,
         )
 
     async def fill(
@@ -172,7 +182,7 @@ class ReuseEngine:
         found = await self._finder.find(prompt.token_ids, prompt.marks)
         report.found(found)
         planning = time.perf_counter()
-        rules = self.rules(mode, exact_only)
+        rules = self.rules(mode, exact_only, prompt.visibility)
         plan = await self._run(
             partial(
                 make_plan,
@@ -259,9 +269,10 @@ class ReuseEngine:
         self._costs.saw_align(aligner.kv_bytes, aligner.seconds)
         timings = Timings(pull_s=pulled.seconds, align_s=aligner.seconds, recompute_s=outcome.recompute_s)
         if outcome.fallback:
-            self._distrust(usable)
+            self._distrust(outcome.guarded)
         repaired = outcome.repaired
-        report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback, usable)
+        report.recomputed(outcome.guarded.rejected[len(usable.rejected) :])
+        report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback, outcome.guarded)
         return Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
 
     def _extend(self, prompt: PreparedPrompt, cache: KVCache, exact: int, lead: int) -> None:
@@ -281,23 +292,27 @@ class ReuseEngine:
         """Repair and guard an aligned slab; in a compute thread. Rows [0, lead) are computed already."""
         ids = prompt.token_ids.astype(np.int64)
         started = time.perf_counter()
+        recall = self._recall
+        recalled = Recalled(plan) if recall is None else recall.correct(cache, plan, prompt.visibility)
+        plan = recalled.plan
         repaired = self._repair(ids, cache, plan, lead, cancelled)
         predicted, fallback = repaired.predicted_kl, ""
         if verdict(predicted, rules.kl_max, may_widen=True) is Verdict.WIDEN:
-            plan = widened(plan, WIDEN_HEAD_FACTOR, rules)
             # Rows of earlier heads are right already: what stands before the first longer head does not change.
             since = min(span.start for span in plan.spans if span.run)
+            plan = widened(plan, WIDEN_HEAD_FACTOR, rules)
             repaired = self._repair(ids, cache, plan, max(lead, since), cancelled)
             predicted = repaired.predicted_kl
+        guarded = plan
         if verdict(predicted, rules.kl_max, may_widen=False) is Verdict.RECOMPUTE:
-            fallback = (
-                f"{predicted:.3g} nats/token predicted from what was recomputed, more than the {rules.kl_max:.3g} allowed"
-            )
+            fallback = f"{predicted:.3g} nats/token predicted from what was recomputed, more than the {rules.kl_max:.3g} allowed"
             plan, exact = only_exact(plan, fallback)
             cache.truncate(exact)
             logits = self._runner.prefill(ids[exact:], cache, exact, cancelled=cancelled)
             repaired = replace(repaired, logits=logits)
-        return _Outcome(repaired, plan, fallback, time.perf_counter() - started)
+            if recall is not None:
+                recall.blame(recalled.used)
+        return _Outcome(repaired, plan, guarded, fallback, time.perf_counter() - started)
 
     def _repair(
         self,

@@ -86,7 +86,7 @@ class Publisher:
         """Publish rows [0, T) of a filled slab, its short contents under their names; returns where an answer goes on."""
         hops = hops_at(plan)
         variant = self._variant(plan) if hops[-1][1] > 0 else b""
-        segments = await self._cut(token_ids, hops, _marks(plan, visibility), variant, contents)
+        segments = await self._cut(token_ids, hops, filled_marks(plan, visibility), variant, contents)
         await self._publish(cache, segments, variant, None)
         held = [segment for segment in segments if self._driver.held(segment.meta.anchor_id) is not None]
         await self._supersede(_superseded(plan, held))
@@ -114,7 +114,7 @@ class Publisher:
         segments = await self._cut(
             token_ids,
             hops_at(plan),
-            _marks(plan, visibility),
+            filled_marks(plan, visibility),
             prompt.variant,
             contents,
             start=last.start,
@@ -248,7 +248,7 @@ def _holds(longer: AnchorMeta, anchor: AnchorMeta) -> bool:
     return same and inside and longer.tokens > anchor.tokens
 
 
-def _marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[VisibilityMark]:
+def filled_marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[VisibilityMark]:
     """The prompt's marks and those of the donors: what was computed behind somebody's private or group text carries that."""
     donated = [
         VisibilityMark(span.start, anchor.visibility, anchor.group)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvcomm_p2p.planning.spans import blocks_needed, pulled_bytes, span_hops
-from kvcomm_p2p.planning.types import Donor, Mode, Plan, Rival, RunChoice, Span, SpanKind
+from kvcomm_p2p.planning.types import Donor, Mode, Plan, Rejected, Rival, RunChoice, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import MissReport, PrefillReport, RivalReport, RunReport, SpanReport, Timings
@@ -47,7 +47,11 @@ class ReportBuilder:
         """The plan is made."""
         self._plan_s = seconds
         self._plan = plan
-        for rejected in plan.rejected:
+        self.recomputed(plan.rejected)
+
+    def recomputed(self, rejected_runs: Sequence[Rejected]) -> None:
+        """Something that was found is not used, one reason each."""
+        for rejected in rejected_runs:
             what = f"tokens {rejected.start}-{rejected.end} from {self._peer_name(rejected.holder)}"
             self._misses.append(MissReport(what, rejected.miss.reason.value, rejected.miss.detail))
 
