@@ -50,6 +50,34 @@ def faults(model: Model = None, as_json: AsJson = False, save: Save = None) -> N
     _measure("faults", as_json, save, **_given(model))
 
 
+@bench.command()
+@guarded
+def overhead(
+    model: Model = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="COUNT", help="Prompts of each kind.")] = 5,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """What a request loses where nothing is gained: nothing to reuse, a guard that rejects, short runs, slow links."""
+    _measure("overhead", as_json, save, repeats=repeats, **_given(model))
+
+
+@bench.command()
+@guarded
+def guard(
+    model: Model = None,
+    requests: Annotated[int, typer.Option("--requests", min=1, metavar="COUNT", help="Prompts, kinds mixed.")] = 500,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="COUNT", help="Compared tokens of each.")] = 16,
+    mode: Annotated[str, typer.Option("--mode", metavar="MODE", help="balanced or fast")] = "balanced",
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """What the guard predicts against what is measured, and how much slips through."""
+    from kvcomm_p2p.modes import parse_mode
+
+    _measure("guard", as_json, save, requests=requests, tokens=tokens, mode=parse_mode(mode), **_given(model))
+
+
 def _given(model: str | None) -> dict[str, Any]:
     return {} if model is None else {"model": model}
 
