@@ -191,7 +191,7 @@ class Agent:
     ) -> Reply:
         """Answer a prompt: text (one user message) or chat messages, with `slots` filled in.
 
-        `mode`: exact, balanced or dense. `visibility`: public, group (with `group`) or private, for the prompt and the answer.
+        `mode`: exact, balanced, fast or dense. `visibility`: public, group (with `group`) or private, for prompt and answer.
         `on_text` is called with pieces of the answer from another thread. Cancelling the awaiting task cancels the generation.
         Raises UsageError, CancelledByCaller.
         """
@@ -287,13 +287,15 @@ class Agent:
         *,
         slots: Mapping[str, str | Text] | None = None,
         mode: str = "balanced",
+        visibility: str = "public",
+        group: str = "",
     ) -> PrefillReport:
         """What `generate` would do with a prompt now: its report without an outcome. Donors are looked up and asked for token
         ids; nothing is pulled, computed or published. Raises UsageError, CancelledByCaller."""
         stack = self._running()
         chosen = parse_mode(mode)
         with self._in_flight(stack):
-            prepared = await self._prepare(stack, prompt, slots, "public", "")
+            prepared = await self._prepare(stack, prompt, slots, visibility, group)
             reason = exact_only_reason(self.role)
             return await self._done(stack, stack.engine.explain(prepared, chosen, exact_only=reason))
 

@@ -16,8 +16,9 @@ CONTEXTS = {
     "same": "the same text",
     "near": "nearly the same text",
     "role": "another beginning",
-    "bare": "nothing",
-    "other": "other text",
+    "text": "as much other text",
+    "bare": "little or nothing",
+    "other": "more other text",
 }
 """What a copy was computed behind, by the name of its provenance."""
 

@@ -59,14 +59,14 @@ def test_the_plan_is_what_a_request_then_does(make_agent: MakeAgent) -> None:
             await ask(ann, QUESTION)
             await shared(ann, bob)
             before = (bob.status(), await pool_metas(bob))
-            plan = await bob.explain(OTHER, slots={"report": TEXT})
+            plan = await bob.explain(OTHER, slots={"report": TEXT}, visibility="private")
             assert (bob.status().pool_bytes, bob.status().requests, await pool_metas(bob)) == (0, 0, [])
             assert before[0].pulled_bytes == bob.status().pulled_bytes == 0
             assert bob.last_report is None
             assert plan.planned_only and adds_up(plan)
             assert (plan.pulled_bytes, plan.pulled_tokens, plan.predicted_kl) == (0, 0, None)
             assert plan.kl_max == KL_MAX[Mode.BALANCED]
-            done = await ask(bob, OTHER)
+            done = await ask(bob, OTHER, visibility="private")
             assert not done.planned_only
             assert shape(plan) == shape(done)
             assert plan.slots == done.slots

@@ -150,8 +150,8 @@ def test_a_run_says_why_this_copy_and_what_it_costs() -> None:
 
 def test_why_the_others_lost() -> None:
     assert titled(REPORT, "copies that were not taken").rows == (
-        ("1", "34–11,072", "its own pool", "c00e37cf", "nothing (0.40)", "1 min 0 s", "less alike context"),
-        ("1", "521–1,000", "bob", "a7158d74", "other text (0.10)", "", "the copy has 2 repairs behind it"),
+        ("1", "34–11,072", "its own pool", "c00e37cf", "little or nothing (0.40)", "1 min 0 s", "less alike context"),
+        ("1", "521–1,000", "bob", "a7158d74", "more other text (0.10)", "", "the copy has 2 repairs behind it"),
     )
 
 
