@@ -31,7 +31,7 @@ from kvcomm_p2p.report import PrefillReport, Timings
 from kvcomm_p2p.reuse.align import Aligner, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
-from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
+from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, broken, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.recall import Recall, Recalled
 from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
@@ -268,9 +268,9 @@ class ReuseEngine:
         self._observe_pull(pulled, plan)
         self._costs.saw_align(aligner.kv_bytes, aligner.seconds)
         timings = Timings(pull_s=pulled.seconds, align_s=aligner.seconds, recompute_s=outcome.recompute_s)
-        if outcome.fallback:
-            self._distrust(outcome.guarded)
         repaired = outcome.repaired
+        if outcome.fallback and broken(repaired.predicted_kl, rules.kl_max):
+            self._distrust(outcome.guarded)
         report.recomputed(outcome.guarded.rejected[len(usable.rejected) :])
         report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback, outcome.guarded)
         return Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
@@ -360,7 +360,8 @@ class ReuseEngine:
                 self._finder.forget(holder, anchor_id)
 
     def _distrust(self, plan: Plan) -> None:
-        """The guard rejected what these runs were filled with: their donors are not asked again for a while."""
+        """What these runs were filled with is no KV of these tokens in any context: their donors are not asked again for a
+        while."""
         for run in plan.runs:
             for anchor in run.donor.anchors:
                 self._finder.distrust(run.donor.holder, anchor.anchor_id)

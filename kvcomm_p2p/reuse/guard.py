@@ -29,6 +29,15 @@ class Verdict(enum.Enum):
     RECOMPUTE = "recompute"
 
 
+BROKEN_KL_FACTOR = 50.0
+"""No difference of contexts is predicted to cost this many times the budget: wrong blocks and poison are."""
+
+
+def broken(predicted_kl: float | None, kl_max: float) -> bool:
+    """Whether a rejected prompt was filled with something that no context explains (NaN counts)."""
+    return predicted_kl is not None and not predicted_kl <= BROKEN_KL_FACTOR * kl_max
+
+
 def verdict(predicted_kl: float | None, kl_max: float, *, may_widen: bool) -> Verdict:
     """From the predicted divergence (None: nothing was reused; NaN: broken KV) and the budget, nats per token."""
     if predicted_kl is None or predicted_kl <= kl_max:
