@@ -193,9 +193,10 @@ class _Planner:
         # What would have been exact is not worth a second reason.
         rejected = [r for r in rejected if not any(span.start <= r.start and r.end <= span.end for span in unpaid)]
         touched = [(span.start, span.end) for span in spans if span.donor is not None]
+        unused: list[Span | Candidate] = [*unpaid, *candidates]
         rejected += [
             _rejected(part, MissReason.COST, "recomputing is faster")
-            for part in (*unpaid, *candidates)
+            for part in unused
             if not any(low < part.end and part.start < high for low, high in touched)
         ]
         runs = tuple(self._choice(run, repair) for run, repair in zip(chosen, repairs, strict=True))

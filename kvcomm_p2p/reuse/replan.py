@@ -98,7 +98,7 @@ def _rebuilt(
     plan: Plan, repair_of: Callable[[RunChoice], Repair], rules: ReuseRules, failed: Mapping[BlockKey, Miss]
 ) -> Plan:
     spans: list[Span] = []
-    runs = []
+    runs: list[RunChoice] = []
     for number, group in groupby(_joined_runs(plan.spans), key=lambda span: span.run):
         members = list(group)
         if not number:
