@@ -100,9 +100,7 @@ class Laboratory:
     def planned(self, case: Case, rules: ReuseRules, fit: DivergenceFit) -> Guarded:
         """As the engine does it: repairs by provenance from measured rules; then its guard keeps, widens, or prefills."""
         tokens = len(case.token_ids)
-        usable = tuple(
-            run for run in case.runs if run.tokens >= rules.run_tokens_min and allowed_repairs(run, rules, tokens)
-        )
+        usable = tuple(run for run in case.runs if allowed_repairs(run, rules, tokens))
         if not usable:
             return Guarded(Verdict.RECOMPUTE, None, self._dense(case))
         plan = plan_of(replace(case, runs=usable), choose_repairs(usable, rules, COSTS_EVEN, tokens), rules)
@@ -129,7 +127,7 @@ class Laboratory:
         cache = self.aligned(case, wrong_blocks=wrong_blocks)
         positions = recompute_positions(plan)
         interpolate(cache, plan, self._runner.spec.rotary)
-        shift = plan_shift(plan, self._runner.spec.rotary)
+        shift = plan_shift(plan, self._runner.spec.rotary, cache.keys.device)
         watch = RepairWatch(plan, 0, self._runner.spec.layout.layers, shift)
         logits = self._runner.recompute(case.token_ids.astype(np.int64), positions, cache, repair=watch)
         deviations = watch.deviations()
@@ -214,7 +212,7 @@ class Laboratory:
             right = true[layers, 0, :, :tokens]
             error = (aligned[layers, 0, :, :tokens] - right).pow(2).sum(dim=(1, 3)).sqrt()
             parts.append((error / right.pow(2).sum(dim=(1, 3)).sqrt().clamp_min(1e-6)).mean(dim=0))
-        found = torch.stack(parts).mean(dim=0).double().numpy()
+        found = torch.stack(parts).mean(dim=0).double().cpu().numpy()
         return np.where(case.reusable, found, -1.0)
 
     def aligned(self, case: Case, *, rotate: bool = True, wrong_blocks: bool = False) -> KVCache:
@@ -288,7 +286,7 @@ def _probed(case: Case, head: int, budgets: Sequence[int], rotary: RotaryGeometr
         probes = [body[(2 * i + 1) * len(body) // (2 * count)] for i in range(count)]
         rows += [*tokens[:first], *probes]
         runs.append(ShiftRun(run.start, run.end, body[0], tuple(probes)))
-    return np.asarray(rows, dtype=np.int64), ProbeShift(runs, rotary)
+    return np.asarray(rows, dtype=np.int64), ProbeShift(runs, rotary, case.cache.keys.device)
 
 
 def _tokens(run: Candidate) -> list[int]:
