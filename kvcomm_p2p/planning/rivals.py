@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 
 RIVALS_MAX = 3
 """Copies that are told per run, the best ones."""
+
+WEIGHED_MAX = 8
+"""So many of them are weighed, the longest: a plan must not take longer for being explained."""
 
 RIVAL_TOKENS_MIN = 16
 """Copies of fewer of the run's tokens are not worth a word."""
@@ -46,39 +50,36 @@ def rivals(
     `refusal`: why a copy may not be reused, if so; those come last.
     """
     taken = weigh(run)
+    rated: list[tuple[float, Rival]] = []
+    for part in _copies(run, found)[:WEIGHED_MAX]:
+        refused = refusal(part)
+        weight = Weight(0.0) if refused is not None else weigh(part)
+        if refused is None:
+            why = _why(part, weight, run, taken)
+        else:
+            why = SHORTER if refused[0] is MissReason.TOO_SHORT else refused[1]
+        saved_s = None if refused is not None else weight.saved_s
+        at = part.pieces[0].donor_start
+        rival = Rival(part.start, part.end, part.donor, at, part.provenance, part.likeness, saved_s, why)
+        rated.append((-math.inf if refused is not None else weight.worth_s, rival))
+    rated.sort(key=lambda item: -item[0])
+    return tuple(rival for _, rival in rated[:RIVALS_MAX])
+
+
+def _copies(run: Candidate, found: Iterable[Candidate]) -> list[Candidate]:
+    """What others have of the run's tokens, the most and the most alike first."""
     own = {anchor.anchor_id for anchor in run.donor.anchors}
     offsets = {piece.donor_start - piece.prompt_start for piece in run.pieces}
-    seen: set[tuple[NodeId, AnchorId, int]] = set()
-    rated: list[tuple[tuple[float, float], tuple[int, float, bool, int, int], int, Rival]] = []
+    # Branches of one holder's conversation share anchors: what is one copy counts once.
+    copies: dict[tuple[NodeId, AnchorId, int], Candidate] = {}
     for each in found:
         part = each.clipped(run.start, run.end)
         if part is None or part.tokens < RIVAL_TOKENS_MIN:
             continue
-        # Branches of one holder's conversation share anchors: what is one copy counts once.
         holder, anchor_id, offset = copy = _copy(part)
-        if copy in seen or (holder == run.donor.holder and anchor_id in own and offset in offsets):
-            continue
-        seen.add(copy)
-        refused = refusal(part)
-        short = refused is not None and refused[0] is MissReason.TOO_SHORT
-        weight = Weight(0.0) if refused is not None else weigh(part)
-        if refused is not None and not short:
-            why = refused[1]
-        else:
-            why = SHORTER if short else _why(part, weight, run, taken)
-        first = part.pieces[0]
-        rival = Rival(
-            start=part.start,
-            end=part.end,
-            donor=part.donor,
-            donor_start=first.donor_start,
-            provenance=part.provenance,
-            likeness=part.likeness,
-            saved_s=None if refused is not None else weight.saved_s,
-            why=why,
-        )
-        rated.append(((-weight.worth_s, -part.tokens), part.preference(), len(rated), rival))
-    return tuple(item[-1] for item in sorted(rated, key=lambda item: item[:3])[:RIVALS_MAX])
+        if not (holder == run.donor.holder and anchor_id in own and offset in offsets):
+            copies.setdefault(copy, part)
+    return sorted(copies.values(), key=lambda part: (-part.tokens, part.preference()))
 
 
 def _copy(part: Candidate) -> tuple[NodeId, AnchorId, int]:
