@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcomm_p2p.errors import KVCommError, UsageError
+from kvcomm_p2p.errors import ConfigError, KVCommError, UsageError
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Case, Scenario, cases
 from kvcomm_p2p.evaluation.methods import Laboratory, Outcome, plan_of
 from kvcomm_p2p.evaluation.metrics import interval95
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROMPTS = 12
-"""Of each kind of copy; half as many of those in SEVERAL."""
+"""Of each kind of copy; fewer of those in SEVERAL."""
 
 PROMPTS_MIN = 8
 """Of all kinds together: fewer do not determine a fit."""
@@ -91,14 +92,17 @@ def run(
     (default: `profile_path` in the user's cache) and returns what was measured. About ten minutes for a small model on two
     cores.
 
-    Raises ModelError; UsageError for a model whose keys cannot be moved; KVCommError, writing nothing, when reuse does not
-    keep any budget on this model or the guard could not tell wrong blocks from good.
+    Raises ModelError; ConfigError where nothing can be written; UsageError for a model whose keys cannot be moved;
+    KVCommError, writing nothing, when reuse does not keep any budget on this model or the guard could not tell wrong blocks
+    from good.
     """
     cache_dir = Settings.from_env().cache_dir
     runner = model if isinstance(model, ModelRunner) else ModelRunner.load(model, cache_dir=cache_dir)
+    path = save_to or profile_path(runner, cache_dir)
+    _refuse_unwritable(path)
     samples, wrong = measure(runner, console, prompts=prompts, tokens=tokens)
     profile = judge(samples, wrong, runner.spec.name)
-    save_profile(runner.spec.model_id, profile, save_to or profile_path(runner, cache_dir))
+    save_profile(runner.spec.model_id, profile, path)
     return Result("calibrate", rows(samples, wrong, profile), 0)
 
 
@@ -208,6 +212,13 @@ def describe(repair: Repair) -> str:
     """A repair in a few words."""
     probes = f", probes {repair.probe_share:.0%}" if repair.probe_share else ""
     return f"head {repair.head_tokens}{probes}{' and shift' if repair.shift else ''}"
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Before minutes of measuring rather than after; makes no folder."""
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"the profile {path} cannot be written: name a file in a folder that you may write to")
 
 
 def _sample(laboratory: Laboratory, case: Case, repair: Repair) -> Sample:
