@@ -1,154 +1,129 @@
-"""The hand-made reuse path on a tiny model, and the judgement that makes a profile."""
+"""What the table of methods says, and that the measurement behind it runs on a tiny model."""
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from kvcomm_p2p.errors import KVCommError, UsageError
-from kvcomm_p2p.evaluation import quality
+from kvcomm_p2p.errors import ConfigError, UsageError
+from kvcomm_p2p.evaluation.cases import Scenario
+from kvcomm_p2p.evaluation.methods import Outcome
 from kvcomm_p2p.evaluation.metrics import Divergence
-from kvcomm_p2p.evaluation.quality import Measured, Outcome, judge, measure, measure_profile, rows
-from kvcomm_p2p.evaluation.transplant import Variant, copy_donor, plan_reuse, transplant
-from kvcomm_p2p.model.profiles import load_profile
-from kvcomm_p2p.planning.types import Mode, ReuseRules
+from kvcomm_p2p.evaluation.quality import SHARES, run, table
+from kvcomm_p2p.evaluation.results import Row
+from kvcomm_p2p.model.spec import Profile
+from kvcomm_p2p.planning.divergence import DivergenceFit
+from kvcomm_p2p.planning.types import Provenance, Repair
 
-RULES = ReuseRules(approximate=True, reason="", head_tokens=32, run_tokens_min=64)
-DOCUMENT = np.array([3 + (17 * index + index // 7) % 250 for index in range(300)], dtype=np.uint32)
-
-
-def prompt(prefix: int, suffix: int) -> np.ndarray:
-    """DOCUMENT behind `prefix` tokens that depend on their number, before `suffix` others."""
-    front = [3 + (prefix + 5 * index) % 250 for index in range(prefix)]
-    back = [3 + (suffix + 3 * index) % 250 for index in range(suffix)]
-    return np.concatenate([front, DOCUMENT, back]).astype(np.uint32)
+TIMES = "times less KL than the first tokens"
 
 
-def donor_of(runner: Any, ids: np.ndarray) -> Any:
-    cache = runner.new_cache(len(ids))
-    runner.prefill(ids.astype(np.int64), cache)
-    return copy_donor(runner, ids, cache)
+def outcome(kl: float, cost: float = 0.1) -> Outcome:
+    return Outcome(Divergence((kl,), 0.75, 1, None), cost)
 
 
-def full(runner: Any, ids: np.ndarray) -> Any:
-    cache = runner.new_cache(len(ids))
-    return cache, runner.prefill(ids.astype(np.int64), cache)
+def rows_of(rows: list[Row], case: str) -> dict[str, Row]:
+    return {row.metric: row for row in rows if row.case == f"{Scenario.ROLE.value}: {case}"}
 
 
-def test_exact_prefix_gives_the_bits_of_the_donor_and_the_logits_of_full_prefill(chat_runner: Any) -> None:
-    copy = donor_of(chat_runner, prompt(40, 21))
-    ids = prompt(40, 33)
-    plan = plan_reuse(chat_runner, ids, copy, Mode.EXACT, ReuseRules(approximate=False, reason="exact"))
-    filled = transplant(chat_runner, ids, plan, copy, Variant.REPAIRED)
-    cache, logits = full(chat_runner, ids)
-    assert filled.recomputed_tokens == 33
-    assert filled.residual is None
-    torch.testing.assert_close(filled.logits, logits, atol=1e-4, rtol=0)
-    torch.testing.assert_close(filled.cache.keys[:, :, :, : len(ids)], cache.keys[:, :, :, : len(ids)])
+def test_the_table_tells_divergence_agreement_and_cost() -> None:
+    rows = rows_of(table(Scenario.ROLE, {"rotation only": [outcome(0.02), outcome(0.04, 0.3)]}, 0), "rotation only")
+    assert {metric: (round(row.value, 6), row.unit, row.n) for metric, row in rows.items()} == {
+        "KL from full prefill, mean": (0.03, "nats/token", 2),
+        "KL, worst prompt": (0.04, "nats/token", 2),
+        "same most likely token": (0.75, "", 2),
+        "reusable tokens recomputed": (20.0, "%", 2),
+    }
 
 
-def test_layer_0_of_a_rotated_run_equals_full_prefill_and_an_unrotated_one_does_not(chat_runner: Any) -> None:
-    copy = donor_of(chat_runner, prompt(70, 9))
-    ids = prompt(41, 12)
-    plan = plan_reuse(chat_runner, ids, copy, Mode.BALANCED, RULES)
-    true = full(chat_runner, ids)[0].keys[0, :, :, : len(ids)]
-    rotated = transplant(chat_runner, ids, plan, copy, Variant.ROTATED).cache.keys[0, :, :, : len(ids)]
-    unrotated = transplant(chat_runner, ids, plan, copy, Variant.UNROTATED).cache.keys[0, :, :, : len(ids)]
-    torch.testing.assert_close(rotated, true, atol=1e-4, rtol=1e-4)
-    assert float((unrotated - true).abs().max()) > 0.1
+def test_a_method_is_compared_with_the_first_tokens_at_the_same_share_prompt_by_prompt() -> None:
+    measured = {
+        "first tokens, 10%": [outcome(0.04), outcome(0.04), outcome(0.09)],
+        "first tokens, 30%": [outcome(0.001)] * 3,
+        "oracle, 10%": [outcome(0.02), outcome(0.01), None],
+        "first 16, probes and shift, 10%": [outcome(0.04), None, outcome(0.01)],
+        "rotation only": [outcome(0.5)] * 3,
+    }
+    rows = table(Scenario.ROLE, measured, 0)
+    times = {row.case.partition(": ")[2]: (row.value, row.n) for row in rows if row.metric == TIMES}
+    assert times == {
+        "oracle, 10%": (pytest.approx(8**0.5), 2),
+        "first 16, probes and shift, 10%": (pytest.approx(3.0), 2),
+    }
 
 
-def test_head_is_recomputed_except_in_rotation_only(chat_runner: Any) -> None:
-    copy = donor_of(chat_runner, prompt(70, 9))
-    ids = prompt(41, 12)
-    plan = plan_reuse(chat_runner, ids, copy, Mode.BALANCED, RULES)
-    repaired = transplant(chat_runner, ids, plan, copy, Variant.REPAIRED)
-    rotated = transplant(chat_runner, ids, plan, copy, Variant.ROTATED)
-    assert repaired.recomputed_tokens - rotated.recomputed_tokens == 32
-    assert repaired.residual is not None and rotated.residual is None
+def test_the_interval_of_a_ratio_is_one_of_ratios() -> None:
+    base = [outcome(0.04 * (1 + i % 3)) for i in range(9)]
+    half = [outcome(each.divergence.kl_mean / (1.6, 2.0, 2.5)[i // 3]) for i, each in enumerate(base)]
+    [row] = [r for r in table(Scenario.ROLE, {"first tokens, 10%": base, "ours, 10%": half}, 0) if r.metric == TIMES]
+    assert row.value == pytest.approx(2.0) and row.ci95 is not None
+    assert 1.6 <= row.ci95[0] < 2.0 < row.ci95[1] <= 2.5
 
 
-def test_wrong_blocks_have_the_larger_residual(chat_runner: Any) -> None:
-    copy = donor_of(chat_runner, prompt(70, 9))
-    ids = prompt(41, 12)
-    plan = plan_reuse(chat_runner, ids, copy, Mode.BALANCED, RULES)
-    good, wrong = (transplant(chat_runner, ids, plan, copy, v) for v in (Variant.REPAIRED, Variant.WRONG_BLOCKS))
-    assert good.residual is not None and wrong.residual is not None
-    assert wrong.residual > good.residual
+@pytest.fixture(scope="module")
+def calibrated(word_runner: Any) -> Any:
+    """With a profile that lets everything of a role pass, and nothing else."""
+    fit = DivergenceFit(math.log(1e-3), 0.0, 0.0, 0.0, 0.0, 8)
+    profile = Profile(64, MappingProxyType({Provenance.ROLE: (Repair(8, kl=1e-3),)}), fit, "for tests")
+    runner = copy.copy(word_runner)
+    runner.spec = replace(word_runner.spec, profile=profile)
+    return runner
 
 
-def test_a_plan_without_donor_is_refused(chat_runner: Any) -> None:
-    copy = donor_of(chat_runner, prompt(70, 9))
-    ids = np.array([5, 6, 7, 8] * 20, dtype=np.uint32)
-    plan = plan_reuse(chat_runner, ids, copy, Mode.BALANCED, RULES)
-    with pytest.raises(UsageError, match="no run"):
-        transplant(chat_runner, ids, plan, copy, Variant.REPAIRED)
+def test_every_method_is_measured_on_held_out_prompts(calibrated: Any) -> None:
+    result = run(model=calibrated, prompts=5, tokens=2, scenarios=[Scenario.ROLE])
+    [share] = SHARES[Scenario.ROLE]
+    label = f"{share:.0%}"
+    named = {row.case for row in result.rows}
+    expected = {"noise: full prefill in two halves", "rotation only", "control: no rotation", "control: wrong blocks"}
+    expected |= {"kvcomm balanced", "kvcomm fast", "KVCOMM's anchors", "nearest tokens' deviations"}
+    expected |= {f"{name}, {label}" for name in ("first tokens", "random tokens", "first 32, probes and shift")}
+    assert {f"{Scenario.ROLE.value}: {name}" for name in expected} <= named
+    rows = list(result.rows)
+    kl = {name: rows_of(rows, name)["KL from full prefill, mean"] for name in expected}
+    assert kl["noise: full prefill in two halves"].value < 1e-7
+    assert kl["rotation only"].n == 5 and kl["KVCOMM's anchors"].n == 1
+    cost = {name: rows_of(rows, name)["reusable tokens recomputed"].value for name in expected}
+    assert cost["rotation only"] == 0 and cost[f"first tokens, {label}"] == pytest.approx(100 * share, abs=0.3)
+    assert 0 < cost["kvcomm balanced"] < 10
+    assert json.loads(result.to_json())["command"] == "bench quality"
 
 
-def test_a_cache_shorter_than_the_prompt_is_no_donor(chat_runner: Any) -> None:
-    with pytest.raises(UsageError, match="holds 0"):
-        copy_donor(chat_runner, DOCUMENT, chat_runner.new_cache(8))
+def test_what_the_profile_does_not_allow_is_full_prefill(calibrated: Any) -> None:
+    result = run(model=calibrated, prompts=1, tokens=2, scenarios=[Scenario.BARE])
+    ours = [row for row in result.rows if "kvcomm" in row.case]
+    assert {row.value for row in ours if row.metric == "reusable tokens recomputed"} == {100.0}
+    assert {row.value for row in ours if row.metric.startswith("KL")} == {0.0}
+    assert any(row.case.endswith("rotation only") and row.value > 0 for row in result.rows)
 
 
-def test_measure_fills_every_variant_and_exact_answers_do_not_differ(chat_runner: Any) -> None:
-    measured = measure(chat_runner, documents=2, roles=2, tokens=4, document_tokens=(300, 400))
-    assert {len(outcomes) for outcomes in measured.reused.values()} == {4}
-    assert all(outcome.divergence.identical_tokens == outcome.divergence.tokens for outcome in measured.exact)
-    table = rows(measured, seed=0)
-    [differ] = [row.value for row in table if row.metric == "answers that differ"]
-    assert differ == 0
-    shares = {row.case: row.value for row in table if row.metric == "prompt tokens recomputed, mean"}
-    assert 0 < shares[Variant.ROTATED.value] < shares[Variant.REPAIRED.value] < 100
+def test_without_a_profile_only_the_methods_are_measured(word_runner: Any) -> None:
+    result = run(model=word_runner, prompts=1, tokens=2, scenarios=[Scenario.NEAR])
+    assert result.rows and not [row for row in result.rows if "kvcomm" in row.case]
 
 
-def outcome(kl: float, residual: float | None) -> Outcome:
-    return Outcome(500, 100, Divergence((kl,), 1.0, 1, None), residual)
+def test_too_few_problems_are_told_before_anything_is_measured(word_runner: Any, tmp_path: Path) -> None:
+    problems = tmp_path / "gsm8k.jsonl"
+    problems.write_text('{"question": "One and one?", "answer": "Two."}\n')
+    with pytest.raises(UsageError, match="3 problems are needed, 1 were given"):
+        run(model=word_runner, prompts=3, scenarios=[Scenario.LONG, Scenario.SHORT], gsm8k=problems)
+    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
+        run(model=word_runner, gsm8k=tmp_path / "none.jsonl")
 
 
-def measured_with(good: list[Outcome], wrong: float) -> Measured:
-    return Measured({Variant.REPAIRED: good, Variant.WRONG_BLOCKS: [outcome(1.0, wrong)]}, [])
-
-
-def test_profile_takes_the_largest_residual_among_good_prompts_with_the_margin() -> None:
-    prompts = [outcome(0.001, 0.05 + 0.005 * index) for index in range(20)] + [outcome(0.03, 0.4)]
-    profile = judge(measured_with(prompts, wrong=0.9), "tiny")
-    assert profile.residual_max == pytest.approx(1.5 * 0.145)
-    assert "21 prompts" in profile.measured
-
-
-@pytest.mark.parametrize(
-    ("prompts", "wrong", "reason"),
-    [
-        ([outcome(0.05, 0.1)] * 25, 0.9, "nats/token, more than"),
-        ([outcome(0.001, 0.1)] * 19, 0.9, "only 19 prompts"),
-        ([outcome(0.001, 0.7)] * 25, 0.9, "cannot tell good from wrong"),
-    ],
-)
-def test_no_profile_without_enough_quality(prompts: list[Outcome], wrong: float, reason: str) -> None:
-    with pytest.raises(KVCommError, match=reason):
-        judge(measured_with(prompts, wrong), "tiny")
-
-
-def test_measured_profile_is_written_for_this_model_only(
-    chat_runner: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [outcome(0.001, 0.1)] * 20
-    monkeypatch.setattr(quality, "measure", lambda *_, **__: measured_with(prompts, wrong=0.9))
-    profile = measure_profile(chat_runner, tmp_path / "tiny.json")
-    assert load_profile(chat_runner.spec.model_id, [tmp_path]) == profile
-    monkeypatch.setattr(quality, "measure", lambda *_, **__: measured_with(prompts, wrong=0.1))
-    with pytest.raises(KVCommError):
-        measure_profile(chat_runner, tmp_path / "other.json")
-    assert not (tmp_path / "other.json").exists()
-
-
-def test_models_whose_keys_cannot_be_moved_are_refused(chat_runner: Any) -> None:
-    class Unmovable:
-        spec = replace(chat_runner.spec, rotary=None, exact_only_reason="learned positions")
-
+def test_models_whose_keys_cannot_be_moved_are_refused(word_runner: Any) -> None:
+    unmovable = copy.copy(word_runner)
+    unmovable.spec = replace(word_runner.spec, rotary=None, exact_only_reason="learned positions")
     with pytest.raises(UsageError, match="learned positions"):
-        measure(Unmovable())  # type: ignore[arg-type]
+        run(model=unmovable)
+
+
+def test_every_scenario_has_a_budget() -> None:
+    assert set(SHARES) == set(Scenario)
