@@ -171,6 +171,8 @@ def _run(number: int, run: RunReport, own_name: str, remark: str) -> Table:
     ]
     if run.deviation is not None:
         rows.append(("guard", f"moved KV was off by {run.deviation:.1%} where it was computed as well"))
+    if run.predicted_deviation is not None:
+        rows.append(("predictor", f"{run.predicted_deviation:.1%} were predicted before, of what was not computed"))
     return Table(f"run {number}: tokens {_range(run.start, run.end)}{remark}", (), tuple(rows))
 
 

@@ -55,7 +55,8 @@ class RunReport:
     text before the copy was like the text before it here. `head_tokens`, `probes`, `shift`, `memory`: its repair (see
     `planning.types.Repair`); the first two counted in tokens. `expected_kl`: its
     share of the expected divergence; `saved_s`: predicted seconds against recomputing it. `deviation`: of the aligned KV
-    where the guard compared it (None: it did not). `anchors`: the beginnings of the ids of those it comes from. `hops`: repairs
+    where the guard compared it (None: it did not); `predicted_deviation`: what the prefix predictor said before of what is not
+    recomputed (None: it did not). `anchors`: the beginnings of the ids of those it comes from. `hops`: repairs
     that were behind the copy already. `kv_bytes`: of its blocks, head included, if a peer holds them. `others`: copies that
     were not taken, the best few.
     """
@@ -76,6 +77,7 @@ class RunReport:
     hops: int = 0
     kv_bytes: int = 0
     memory: bool = False
+    predicted_deviation: float | None = None
     others: tuple[RivalReport, ...] = ()
 
 

@@ -33,6 +33,7 @@ from kvcomm_p2p.protocol.node import Node, PeerView
 from kvcomm_p2p.reuse.deviations import DeviationMemory
 from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.engine import Filled, ReuseEngine
+from kvcomm_p2p.reuse.foresight import Foresight, predictor_path
 from kvcomm_p2p.reuse.learning import Learner
 from kvcomm_p2p.reuse.lineage import Lineage
 from kvcomm_p2p.reuse.publish import Published, Publisher
@@ -97,6 +98,7 @@ class AgentStack:
         self._puller = Puller(driver, store)
         self.memory = DeviationMemory(settings.deviation_bytes)
         self._learner = Learner(self.memory, driver, store, runner.spec, self._compute)
+        self._foresight = Foresight(runner.spec, predictor_path(settings.cache_dir, runner.spec.model_id))
         self.engine = ReuseEngine(
             runner,
             finder,
@@ -106,6 +108,7 @@ class AgentStack:
             self._peer_name,
             content_key,
             Recall(self.memory, runner.spec),
+            self._foresight,
         )
         self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
         self._lock = threading.Lock()
@@ -187,6 +190,7 @@ class AgentStack:
         """Say goodbye and stop. Safe to call twice; not from the driver's thread."""
         self.driver.stop()
         self._compute.shutdown(wait=True, cancel_futures=True)
+        self._foresight.close()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

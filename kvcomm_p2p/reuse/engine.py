@@ -31,6 +31,7 @@ from kvcomm_p2p.report import PrefillReport, Timings
 from kvcomm_p2p.reuse.align import Aligner, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
+from kvcomm_p2p.reuse.foresight import Deviations, Foresight, Outlook
 from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, broken, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.recall import Recall, Recalled
@@ -62,20 +63,27 @@ class Filled:
 @dataclass(frozen=True, slots=True)
 class _Repaired:
     """After a forward over a plan's recompute positions: next-token logits [V], the divergence that the guard predicts (None:
-    nothing was reused, or nothing is known of this model), and the mean deviation per run number."""
+    nothing was reused, or nothing is known of this model), and the deviations that were seen."""
 
     logits: torch.Tensor
     predicted_kl: float | None
-    deviations: dict[int, float]
+    deviations: Deviations = ()
+
+    def means(self) -> dict[int, float]:
+        """Mean deviation per run number."""
+        return {rows.run: float(deviation.mean()) for rows, deviation in self.deviations}
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the compute thread brought about. `guarded`: the plan that the guard has judged at last."""
+    """What the compute thread brought about. `guarded`: the plan that the guard has judged at last; `shown`: the deviations of
+    aligned KV that the plan of the `outlook` showed, before anything was repaired twice."""
 
     repaired: _Repaired
     plan: Plan
     guarded: Plan
+    outlook: Outlook
+    shown: Deviations
     fallback: str
     recompute_s: float
 
@@ -93,8 +101,10 @@ class ReuseEngine:
         peer_name: Callable[[bytes], str],
         content_key: bytes,
         recall: Recall | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
-        """`recall`: corrects short runs from memory; None: they are recomputed."""
+        """`recall`: corrects short runs from memory; None: they are recomputed. `foresight`: predicts deviations, and learns
+        to; None: nothing is predicted."""
         self._runner = runner
         self._finder = finder
         self._puller = puller
@@ -103,6 +113,7 @@ class ReuseEngine:
         self._peer_name = peer_name
         self._content_key = content_key
         self._recall = recall
+        self._foresight = foresight
 
     def rules(self, mode: Mode, exact_only: str = "", visibility: Sequence[VisibilityMark] = ()) -> ReuseRules:
         """What may be approximated in a prompt with these marks: nothing when `exact_only` gives a reason, or without a
@@ -272,8 +283,12 @@ class ReuseEngine:
         if outcome.fallback and broken(repaired.predicted_kl, rules.kl_max):
             self._distrust(outcome.guarded)
         report.recomputed(outcome.guarded.rejected[len(usable.rejected) :])
-        report.guarded(repaired.predicted_kl, repaired.deviations, outcome.fallback, outcome.guarded)
-        return Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
+        report.foreseen(outcome.outlook.expected)
+        report.guarded(repaired.predicted_kl, repaired.means(), outcome.fallback, outcome.guarded)
+        filled = Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
+        if self._foresight is not None:
+            self._foresight.after(outcome.outlook, outcome.shown, prompt.visibility)
+        return filled
 
     def _extend(self, prompt: PreparedPrompt, cache: KVCache, exact: int, lead: int) -> None:
         """Compute rows [exact, lead) behind what the own pool gave."""
@@ -294,13 +309,16 @@ class ReuseEngine:
         started = time.perf_counter()
         recall = self._recall
         recalled = Recalled(plan) if recall is None else recall.correct(cache, plan, prompt.visibility)
-        plan = recalled.plan
+        foresight = self._foresight
+        outlook = Outlook(recalled.plan) if foresight is None else foresight.before(recalled.plan, cache, rules)
+        plan = outlook.plan
         repaired = self._repair(ids, cache, plan, lead, cancelled)
+        shown = repaired.deviations
         predicted, fallback = repaired.predicted_kl, ""
         if verdict(predicted, rules.kl_max, may_widen=True) is Verdict.WIDEN:
             # Rows of earlier heads are right already: what stands before the first longer head does not change.
             since = min(span.start for span in plan.spans if span.run)
-            plan = widened(plan, WIDEN_HEAD_FACTOR, rules)
+            plan = outlook.chosen(widened(plan, WIDEN_HEAD_FACTOR, rules), rules)
             repaired = self._repair(ids, cache, plan, max(lead, since), cancelled)
             predicted = repaired.predicted_kl
         guarded = plan
@@ -312,7 +330,7 @@ class ReuseEngine:
             repaired = replace(repaired, logits=logits)
             if recall is not None:
                 recall.blame(recalled.used)
-        return _Outcome(repaired, plan, guarded, fallback, time.perf_counter() - started)
+        return _Outcome(repaired, plan, guarded, outlook, shown, fallback, time.perf_counter() - started)
 
     def _repair(
         self,
@@ -333,18 +351,17 @@ class ReuseEngine:
             cache.length = first
             logits = self._runner.prefill(ids[first:], cache, first, cancelled=cancelled)
             self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
-            return _Repaired(logits, None, {})
+            return _Repaired(logits, None)
         interpolate(cache, plan, spec.rotary)
         shift = plan_shift(plan, spec.rotary, cache.keys.device)
         watch = RepairWatch(plan, since, spec.layout.layers, shift)
         logits = self._runner.recompute(ids, positions, cache, repair=watch)
         self._costs.saw_forward(len(positions), float((positions + 1).sum()), self._runner.spent_s())
         deviations = watch.deviations()
-        mean = {rows.run: float(deviation.mean()) for rows, deviation in deviations}
         if spec.profile is None or not deviations:
-            return _Repaired(logits, None, mean)
+            return _Repaired(logits, None, deviations)
         shown = symptoms(plan, deviations, {} if shift is None else shift.left(), logits)
-        return _Repaired(logits, spec.profile.divergence.kl(shown), mean)
+        return _Repaired(logits, spec.profile.divergence.kl(shown), deviations)
 
     def _abandoned(self, pull: asyncio.Task[Pulled]) -> None:
         """A fill ended early: let go of what its pull brought (one that is cancelled itself lets go by itself)."""

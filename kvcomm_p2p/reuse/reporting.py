@@ -31,6 +31,7 @@ class ReportBuilder:
         self._pulled = Pulled()
         self._predicted_kl: float | None = None
         self._deviations: Mapping[int, float] = {}
+        self._foreseen: Mapping[int, float] = {}
         self._fallback = ""
         self._plan: Plan | None = None
         self._rejected: Plan | None = None
@@ -66,6 +67,10 @@ class ReportBuilder:
         for (anchor_id, reason), (count, miss) in grouped.items():
             what = f"{count} block{'s' if count > 1 else ''} of anchor {shown_id(anchor_id)}"
             self._misses.append(MissReport(what, reason, miss.detail))
+
+    def foreseen(self, deviations: Mapping[int, float]) -> None:
+        """The prefix predictor has spoken, before the repair. `deviations`: by `RunChoice.start`, of what is not recomputed."""
+        self._foreseen = deviations
 
     def guarded(
         self, predicted_kl: float | None, deviations: Mapping[int, float], fallback: str, plan: Plan | None = None
@@ -138,6 +143,7 @@ class ReportBuilder:
             hops=max(span_hops(span) for span in spans),
             kv_bytes=sum(pulled_bytes(spans, run.donor.anchors[0].kv_bytes // run.donor.anchors[0].tokens).values()),
             memory=run.repair.memory,
+            predicted_deviation=self._foreseen.get(run.start),
             others=tuple(self._rival(rival) for rival in run.others),
         )
 
