@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm_p2p.evaluation.cases import Case, Scenario, cases, copy_donor, prefilled
@@ -221,6 +221,7 @@ def test_runs_without_a_repair_are_recomputed(laboratory: Laboratory, bare: Case
     assert some.outcome.cost == pytest.approx(expected) and some.outcome.cost < 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=30), st.data())
 def test_the_largest_deviations_are_found_in_order(values: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(0, len(values)))
