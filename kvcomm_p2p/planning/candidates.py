@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvcomm_p2p.planning.alignment import Aligner, chains
+from kvcomm_p2p.planning.alignment import Aligner, Chain, chains
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.provenance import Context
 from kvcomm_p2p.planning.types import Donor, Provenance, Repair, ReuseRules, Run, Span, SpanKind
@@ -41,8 +41,8 @@ class _Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Equal pieces of one donor that could be reused as one run: ascending in prompt and donor, with small holes between
-    them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before the first;
-    `context`: all that is known of that, None before `plan.placed`."""
+    them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before it (`plan.placed`
+    says before which piece); `context`: all that is known of that, None before `plan.placed`."""
 
     donor: Donor
     pieces: tuple[Run, ...]
@@ -149,14 +149,9 @@ def find_candidates(prompt: TokenIds, donors: Sequence[Donor], length_min: int) 
         for start, end in _stretches(donor):
             ids = donor.token_ids[start - donor.start : end - donor.start]
             for chain in chains(aligner.align(ids, donor_start=start), gap_max=GAP_MAX):
-                whole = chain.matched
-                pieces = tuple(
-                    Run(piece.donor_start, piece.start, piece.length)
-                    for piece in chain.pieces
-                    if piece.length >= PIECE_TOKENS_MIN or piece.length == whole
-                )
-                if sum(piece.length for piece in pieces) >= length_min:
-                    yield Candidate(donor, pieces)
+                for pieces in _without_crumbs(chain):
+                    if sum(piece.length for piece in pieces) >= length_min:
+                        yield Candidate(donor, pieces)
 
 
 def choose(candidates: Sequence[Candidate], worth_s: Callable[[Candidate], float], tokens_min: int) -> list[Candidate]:
@@ -180,6 +175,21 @@ def choose(candidates: Sequence[Candidate], worth_s: Callable[[Candidate], float
                 heapq.heappush(queue, (-worth_s(part), part.preference(), serial, part))
                 serial += 1
     return sorted(chosen, key=lambda candidate: candidate.start)
+
+
+def _without_crumbs(chain: Chain) -> Iterator[tuple[Run, ...]]:
+    """The pieces of a chain that count, apart where without the others a hole is too large."""
+    pieces: list[Run] = []
+    for piece in chain.pieces:
+        if piece.length < PIECE_TOKENS_MIN and len(chain.pieces) > 1:
+            continue
+        if pieces:
+            hole = piece.start - pieces[-1].prompt_end
+            if max(hole, piece.donor_start - pieces[-1].donor_start - pieces[-1].length) > GAP_MAX:
+                yield tuple(pieces)
+                pieces = []
+        pieces.append(Run(piece.donor_start, piece.start, piece.length))
+    yield tuple(pieces)
 
 
 def _stretches(donor: Donor) -> list[tuple[int, int]]:
