@@ -10,6 +10,7 @@ import typer
 
 from kvcomm_p2p import __version__
 from kvcomm_p2p.cli.bench import bench
+from kvcomm_p2p.cli.calibrate import calibrate
 from kvcomm_p2p.cli.eval import evaluate
 from kvcomm_p2p.cli.models import models
 from kvcomm_p2p.cli.outcome import guarded
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
+app.command()(calibrate)
 app.command(name="eval")(evaluate)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,24 @@ from kvcomm_p2p.cli.setup import load_settings
 
 if TYPE_CHECKING:
     from kvcomm_p2p.evaluation.results import Result
+
+
+class ScenarioName(str, enum.Enum):
+    """The flags of `evaluation.cases.Scenario`, which would cost heavy imports here; a test keeps them equal."""
+
+    NEAR = "near"
+    ROLE = "role"
+    TEXT = "text"
+    BARE = "bare"
+    OTHER = "other"
+    REORDERED = "reordered"
+    REORDERED_BARE = "reordered-bare"
+    LONG = "long"
+    EDITED = "edited"
+    SHORT = "short"
+
+
+SCENARIO_HELP = f"Repeatable [default: all]: {', '.join(name.value for name in ScenarioName)}."
 
 bench = typer.Typer(help="Measure, and print the figures as a table or as JSON.", no_args_is_help=True)
 
@@ -38,9 +57,31 @@ def pull(as_json: AsJson = False, save: Save = None) -> None:
 
 @bench.command()
 @guarded
-def quality(model: Model = None, as_json: AsJson = False, save: Save = None) -> None:
-    """Divergence from full prefill (KL, top-1) with reused KV."""
-    _measure("quality", as_json, save, **_given(model))
+def quality(
+    model: Model = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, metavar="COUNT", help="Of each scenario [default: 30].")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, metavar="COUNT", help="Compared tokens of each [default: 24].")
+    ] = None,
+    scenario: Annotated[
+        list[ScenarioName] | None, typer.Option("--scenario", metavar="NAME", help=SCENARIO_HELP)
+    ] = None,
+    gsm8k: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="short: a gsm8k.jsonl [default: short documents].")
+    ] = None,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """Divergence from full prefill (KL, top-1) of repaired reuse, of others' rules at equal cost, and of controls."""
+    load_settings()
+    from kvcomm_p2p.evaluation.cases import Scenario
+
+    given = _given(model, prompts=prompts, tokens=tokens, gsm8k=gsm8k)
+    if scenario:
+        given["scenarios"] = [each for each in Scenario if each.flag in {name.value for name in scenario}]
+    _measure("quality", as_json, save, **given)
 
 
 @bench.command()
@@ -78,8 +119,9 @@ def guard(
     _measure("guard", as_json, save, requests=requests, tokens=tokens, mode=parse_mode(mode), **_given(model))
 
 
-def _given(model: str | None) -> dict[str, Any]:
-    return {} if model is None else {"model": model}
+def _given(model: str | None, **options: Any) -> dict[str, Any]:
+    """What was given on the command line; the defaults are the measurement's."""
+    return {name: value for name, value in {"model": model, **options}.items() if value is not None}
 
 
 def _measure(name: str, as_json: bool, save: Path | None, **options: Any) -> None:
