@@ -62,11 +62,12 @@ def continued_prefix(prompt: TokenIds, donors: Iterable[Donor], done: int) -> li
     """At most one CONTINUED piece from `done` on: our own KV, with repairs behind it, of the same tokens from position
     0.
 
-    Our own alone: what it deviates by was already accepted when the earlier part of the conversation was filled.
+    Our own alone, no replica of a peer's: what it deviates by was already accepted when the earlier part of the
+    conversation was filled here.
     """
     best: PrefixPiece | None = None
     for donor in donors:
-        if donor.local and donor.start <= done and _prefix_known(donor):
+        if donor.local and not donor.replica and donor.start <= done and _prefix_known(donor):
             end = donor.start + _equal_length(prompt[donor.start :], donor.token_ids)
             if end > max(done, best.end if best else 0):
                 best = PrefixPiece(done, end, donor, SpanKind.CONTINUED)

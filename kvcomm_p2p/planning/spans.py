@@ -32,16 +32,31 @@ def hops_at(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Repairs behind the KV that the plan leads to: ascending (first position, hops), beginning with (0, ...), growing.
 
     A token computed behind KV with hops h has hops h itself. REUSE adds one to its donor's, EXACT and CONTINUED keep
-    theirs.
+    theirs. An entangled run is as much repaired as its worst part from its first reused token on.
     """
+    whole = entangled(plan)
     steps = [(0, 0)]
     for span in plan.spans:
         if span.kind is SpanKind.RECOMPUTE:
             continue
-        hops = span_hops(span) + (span.kind is SpanKind.REUSE)
+        hops = max(map(span_hops, whole.get(span.run, (span,)))) + (span.kind is SpanKind.REUSE)
         if hops > steps[-1][1]:
             steps.append((span.start, hops))
     return tuple(steps[1:]) if len(steps) > 1 and steps[1][0] == 0 else tuple(steps)
+
+
+def entangled(plan: Plan) -> dict[int, tuple[Span, ...]]:
+    """By number, the spans of the reused runs in which what comes first depends on what comes later: probes shift all of
+    their run, and interpolated holes are filled from both sides."""
+    runs: dict[int, tuple[Span, ...]] = {}
+    for span in plan.spans:
+        if span.run:
+            runs[span.run] = (*runs.get(span.run, ()), span)
+    return {
+        number: spans
+        for number, spans in runs.items()
+        if any(span.shift or (span.kind is SpanKind.REUSE and span.donor is None) for span in spans)
+    }
 
 
 def exact_until(plan: Plan) -> int:

@@ -83,7 +83,7 @@ class Donor:
     `start` is the position of `token_ids[0]` in the donor's sequence; `anchors` cover [start, start + len(token_ids))
     without gaps, ascending. `local`: the holder is this node. `hops`: the largest of its anchors. `same_prefix_until`:
     positions [0, same_prefix_until) of the donor's sequence are known to equal the prompt's (from chain hashes), 0 if
-    unknown.
+    unknown. `replica`: some of it is not exact and was made by a peer, whoever holds it.
     """
 
     holder: NodeId
@@ -93,6 +93,7 @@ class Donor:
     token_ids: npt.NDArray[np.uint32]
     anchors: tuple[AnchorMeta, ...]
     same_prefix_until: int = 0
+    replica: bool = False
 
     @property
     def end(self) -> int:
@@ -205,7 +206,8 @@ class Plan:
     """How a prompt of `tokens` tokens is filled: spans are contiguous, ascending and cover [0, tokens).
 
     The last prompt token is always recomputed (its logits are needed). `hops` of the KV after position p is the largest
-    donor hops + 1 of any REUSE span (or hops of a CONTINUED one) that starts at or before p; see `hops_at`.
+    donor hops + 1 of any REUSE span (or hops of a CONTINUED one) that starts at or before p, with what such a span is
+    entangled with; see `spans.hops_at`.
     """
 
     tokens: int

@@ -268,6 +268,7 @@ class DonorFinder:
             token_ids=np.concatenate([ids for _, ids in pieces]),
             anchors=anchors,
             same_prefix_until=stretch.prefix_tokens,
+            replica=any(anchor.hops and not self._lineage.known(anchor.anchor_id) for anchor in anchors),
         )
 
     def _remember(self, holder: NodeId, anchor_id: AnchorId, tokens: AnchorTokens) -> None:

@@ -24,7 +24,7 @@ from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
 from kvcomm_p2p.planning.parts import part_of
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
-from kvcomm_p2p.planning.spans import blocks_needed, hops_at
+from kvcomm_p2p.planning.spans import blocks_needed, entangled, hops_at
 from kvcomm_p2p.planning.types import Plan, SpanKind
 from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
@@ -249,15 +249,26 @@ def _holds(longer: AnchorMeta, anchor: AnchorMeta) -> bool:
 
 
 def filled_marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[VisibilityMark]:
-    """The prompt's marks and those of the donors: what was computed behind somebody's private or group text carries that."""
+    """The prompt's marks and those of the donors: what was computed behind somebody's private or group text carries that.
+
+    What stands at the beginning of an entangled run depends on all of it, prompt and donors alike.
+    """
+    whole = entangled(plan)
     donated = [
         VisibilityMark(span.start, anchor.visibility, anchor.group)
         for span in plan.spans
         if span.kind is not SpanKind.RECOMPUTE
-        for anchor, _ in blocks_needed(span)
+        for source in whole.get(span.run, (span,))
+        for anchor, _ in blocks_needed(source)
         if anchor.visibility is not Visibility.PUBLIC
     ]
-    return sorted([*visibility, *donated], key=lambda mark: mark.start)
+    bodies = [[span for span in spans if span.kind is SpanKind.REUSE] for spans in whole.values()]
+    ranges = [(body[0].start, body[-1].end) for body in bodies]
+    told = [
+        mark._replace(start=min([mark.start, *(first for first, end in ranges if first < mark.start < end)]))
+        for mark in visibility
+    ]
+    return sorted([*told, *donated], key=lambda mark: mark.start)
 
 
 def _copy_anchor(cache: KVCache, meta: AnchorMeta) -> tuple[list[memoryview], tuple[bytes, ...]]:
