@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +24,11 @@ from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.plan import APPROXIMATE, KL_MAX, KL_TARGET, make_plan
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
-from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules
+from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import PrefillReport, Timings
-from kvcomm_p2p.reuse.align import Aligner, interpolate
+from kvcomm_p2p.reuse.align import Aligner, align_span, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.foresight import Deviations, Foresight, Outlook
@@ -268,7 +268,8 @@ class ReuseEngine:
             self._blame(failed, found)
             report.pulled(pulled, failed)
             usable = without_blocks(plan, failed, rules)
-            outcome = await self._run(partial(self._complete, prompt, cache, usable, rules, lead, cancelled))
+            work = partial(self._complete, prompt, cache, usable, pulled.blocks, rules, lead, cancelled)
+            outcome = await self._run(work)
         except BaseException:
             pull.cancel()
             pull.add_done_callback(self._abandoned)
@@ -300,11 +301,12 @@ class ReuseEngine:
         prompt: PreparedPrompt,
         cache: KVCache,
         plan: Plan,
+        blocks: Mapping[BlockKey, memoryview],
         rules: ReuseRules,
         lead: int,
         cancelled: Callable[[], bool] | None,
     ) -> _Outcome:
-        """Repair and guard an aligned slab; in a compute thread. Rows [0, lead) are computed already."""
+        """Repair and guard a slab into which `blocks` were aligned; in a compute thread. Rows [0, lead) are computed already."""
         ids = prompt.token_ids.astype(np.int64)
         started = time.perf_counter()
         recall = self._recall
@@ -319,6 +321,10 @@ class ReuseEngine:
             # Rows of earlier heads are right already: what stands before the first longer head does not change.
             since = min(span.start for span in plan.spans if span.run)
             plan = outlook.chosen(widened(plan, WIDEN_HEAD_FACTOR, rules), rules)
+            # What the first forward left in its probes' rows was computed behind runs that may now be gone.
+            for span in plan.spans:
+                if span.kind is SpanKind.REUSE:
+                    align_span(cache, span, blocks, self._runner.spec.rotary)
             repaired = self._repair(ids, cache, plan, max(lead, since), cancelled)
             predicted = repaired.predicted_kl
         guarded = plan
