@@ -8,7 +8,8 @@ same aligned KV, so that only the rule differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +30,10 @@ from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
 from kvcomm_p2p.reuse.align import align_span, interpolate
 from kvcomm_p2p.reuse.correctors import ProbeShift, ShiftRun, kvcomm_average, nearest_tokens
 from kvcomm_p2p.reuse.deviations import Deviation, observe
+from kvcomm_p2p.reuse.foresight import token_features
 from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
+from kvcomm_p2p.reuse.predictor import Predictor
+from kvcomm_p2p.reuse.predictor_choice import choose
 from kvcomm_p2p.reuse.replan import widened
 from kvcomm_p2p.reuse.shifting import plan_shift
 
@@ -75,13 +79,18 @@ class Filling:
 
 
 class Laboratory:
-    """Fills cases; keeps deviations of earlier cases for the methods that need a memory."""
+    """Fills cases; keeps deviations of earlier cases for the methods that need a memory, and teaches them to a predictor, which
+    so never has seen what it predicts."""
 
     MEMORY_MAX = 12
+
+    LEARNED_SHARE = 0.15
+    """Share of each run's tokens that the predictor is shown: the first 16 and evenly spaced ones, as a guard sees them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._memory: list[Deviation] = []
+        self._predictor = Predictor()
 
     def compare(self, case: Case, filling: Filling) -> Outcome:
         """Fills in a new cache and compares with the case's full prefill."""
@@ -162,6 +171,7 @@ class Laboratory:
                 "first tokens": Filling(_heads(case, budgets)),
                 "first and last tokens": Filling(_ends(case, budgets)),
                 "CacheBlend's rule (keys)": Filling(largest(self.deviation(case, layer=1, values=False), budget)),
+                "LSTM predictor": Filling(self._predicted(case, budgets)),
                 "random tokens": Filling(np.sort(np.random.default_rng(seed).choice(inside, budget, replace=False))),
                 "oracle: largest true deviation": Filling(largest(self.deviation(case), budget)),
             }
@@ -180,7 +190,9 @@ class Laboratory:
         return found
 
     def remember(self, case: Case) -> None:
-        """Keep the case's true deviations for later cases, as a node keeps them of prompts that it prefilled in full."""
+        """Keep the case's true deviations for later cases, as a node keeps them of prompts that it prefilled in full; and teach
+        those of some tokens, as a guard sees them."""
+        self._teach(case)
         cache, spec = self.aligned(case), self._runner.spec
         for run in case.runs:
             for piece in run.pieces:
@@ -197,6 +209,29 @@ class Laboratory:
                     )
                 )
         del self._memory[: -self.MEMORY_MAX]
+
+    def _predicted(self, case: Case, budgets: Sequence[int]) -> Rows:
+        """In few contiguous spans of each run, as the engine would choose them."""
+        rows = [np.empty(0, np.int64)]
+        for (positions, x), budget in zip(self._features(case), budgets, strict=True):
+            spans = choose(self._predictor.predict(x), budget)
+            rows += [positions[start:end] for start, end in spans]
+        return np.concatenate(rows)
+
+    def _teach(self, case: Case) -> None:
+        deviation = self.deviation(case)
+        shown, _ = _probed(case, 16, _budgets(case, self.LEARNED_SHARE), self._runner.spec.rotary)
+        for positions, x in self._features(case):
+            rows = np.flatnonzero(np.isin(positions, shown))
+            seen = torch.from_numpy(deviation[positions[rows]])
+            self._predictor.observe(x, torch.from_numpy(rows), seen, seconds=math.inf)
+
+    def _features(self, case: Case) -> Iterator[tuple[Rows, torch.Tensor]]:
+        """Of every run, the positions [n] of its tokens, and what the predictor is told of them [n, F]."""
+        cache = self.aligned(case)
+        for run in case.runs:
+            positions = np.asarray(_tokens(run), dtype=np.int64)
+            yield positions, token_features(run.context, run.pieces[0].donor_start, positions, cache)
 
     def deviation(self, case: Case, layer: int | None = None, values: bool = True) -> npt.NDArray[np.float64]:
         """Relative L2 difference of aligned from true KV per token [T], mean over layers >= 1 (or of one); -1 outside runs.
