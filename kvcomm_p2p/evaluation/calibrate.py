@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcomm_p2p.errors import ConfigError, KVCommError, UsageError
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Case, Scenario, cases
@@ -56,10 +57,10 @@ KINDS = {
     Scenario.TEXT: (Provenance.TEXT,),
     Scenario.OTHER: (Provenance.OTHER,),
 }
-"""Which provenance a scenario stands for."""
+"""Which provenance the single runs of a scenario have."""
 
 SEVERAL = {Scenario.REORDERED: 2, Scenario.REORDERED_BARE: 2, Scenario.LONG: 3, Scenario.EDITED: 3}
-"""Prompts of several runs, for the fit alone: one for so many of the others."""
+"""Prompts of several runs, often of several provenances: one for so many of the others."""
 
 KL_USEFUL = 0.05
 """A repair that leaves more than this (nats/token) is of no use in any mode."""
@@ -67,12 +68,13 @@ KL_USEFUL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt repaired one way. `share`: of the prompt's tokens that its runs hold; `tokens`: recomputed ones."""
+    """One prompt repaired one way. `shares`: of the prompt's tokens, how much its runs of each provenance hold; `tokens`: of
+    them that are recomputed."""
 
     scenario: Scenario
     repair: Repair
     outcome: Outcome
-    share: float
+    shares: Mapping[Provenance, float]
     tokens: float
 
     @property
@@ -154,12 +156,7 @@ def measure(
 
 def judge(samples: Sequence[Sample], wrong: Sequence[Symptoms], name: str) -> Profile:
     """The profile that these measurements allow; `name`: the model's. Raises KVCommError saying what was not good enough."""
-    repairs: dict[Provenance, tuple[Repair, ...]] = {}
-    for scenario, kinds in KINDS.items():
-        useful = _useful([sample for sample in samples if sample.scenario is scenario])
-        for provenance in kinds:
-            if useful:
-                repairs[provenance] = useful
+    repairs = _useful(samples)
     if Provenance.ROLE not in repairs and Provenance.NEAR not in repairs:
         raise KVCommError(f"no repair keeps {KL_USEFUL} nats/token on {name}: it keeps exact reuse only")
     seen = [(sample.outcome.symptoms, sample.kl) for sample in samples if sample.outcome.symptoms is not None]
@@ -225,7 +222,10 @@ def _sample(laboratory: Laboratory, case: Case, repair: Repair) -> Sample:
     rules = ReuseRules(approximate=True, reason="", guard_probes=GUARD_PROBES)
     outcome = laboratory.carried_out(case, plan_of(case, [repair] * len(case.runs), rules))
     tokens = sum(repaired_tokens(run, repair, rules) for run in case.runs)
-    return Sample(case.scenario, repair, outcome, float(case.reusable.mean()), tokens)
+    shares: dict[Provenance, float] = {}
+    for run in case.runs:
+        shares[run.provenance] = shares.get(run.provenance, 0.0) + run.tokens / len(case.token_ids)
+    return Sample(case.scenario, repair, outcome, shares, tokens)
 
 
 def _wrong(laboratory: Laboratory, case: Case) -> list[Symptoms]:
@@ -234,20 +234,44 @@ def _wrong(laboratory: Laboratory, case: Case) -> list[Symptoms]:
     return [outcome.symptoms] if outcome.symptoms is not None else []
 
 
-def _useful(samples: Sequence[Sample]) -> tuple[Repair, ...]:
-    """Repairs with their measured divergence for a wholly reused prompt, by cost, without those that a cheaper one beats."""
-    measured: list[tuple[float, Repair]] = []
+def _useful(samples: Sequence[Sample]) -> dict[Provenance, tuple[Repair, ...]]:
+    """Per provenance the repairs with what each leaves of a wholly reused prompt, by cost, without those that a cheaper one
+    beats. Nothing was ever seen of a copy from the same context: it counts as one from nearly the same."""
+    seen = sorted({provenance for sample in samples for provenance in sample.shares})
+    measured: dict[Provenance, list[tuple[float, Repair]]] = {provenance: [] for provenance in seen}
     for option in OPTIONS:
-        chosen = [sample for sample in samples if sample.repair == option]
-        if chosen:
-            kl = float(np.mean([sample.kl / sample.share for sample in chosen]))
-            cost = float(np.mean([sample.tokens for sample in chosen]))
-            measured.append((cost, replace(option, kl=round(kl, 6))))
-    kept: list[Repair] = []
-    for _, repair in sorted(measured, key=lambda pair: pair[0]):
-        if repair.kl <= KL_USEFUL and (not kept or repair.kl < kept[-1].kl):
-            kept.append(repair)
-    return tuple(kept)
+        # What edits bring is no matter of provenance: those prompts are for the fit alone.
+        chosen = [sample for sample in samples if sample.repair == option and sample.scenario is not Scenario.EDITED]
+        if not chosen:
+            continue
+        shares = np.array([[sample.shares.get(provenance, 0.0) for provenance in seen] for sample in chosen])
+        for column, (provenance, kl) in enumerate(zip(seen, _parts(shares, [s.kl for s in chosen]), strict=True)):
+            cost = np.average([sample.tokens for sample in chosen], weights=shares[:, column] + 1e-9)
+            measured[provenance].append((float(cost), replace(option, kl=round(float(kl), 6))))
+    kept: dict[Provenance, tuple[Repair, ...]] = {}
+    for provenance, options in measured.items():
+        useful: list[Repair] = []
+        for _, repair in sorted(options, key=lambda pair: pair[0]):
+            if repair.kl <= KL_USEFUL and (not useful or repair.kl < useful[-1].kl):
+                useful.append(repair)
+        if useful:
+            kept[provenance] = tuple(useful)
+    if Provenance.NEAR in kept:
+        kept.setdefault(Provenance.SAME, kept[Provenance.NEAR])
+    return kept
+
+
+def _parts(shares: npt.NDArray[np.float64], kl: Sequence[float]) -> npt.NDArray[np.float64]:
+    """What each provenance brings [P], none below 0, so that its shares [n, P] of n prompts add up to their KL as well as can
+    be (non-negative least squares, by coordinate descent)."""
+    x, left = np.zeros(shares.shape[1]), np.array(kl, dtype=np.float64)
+    sizes = np.maximum((shares**2).sum(axis=0), 1e-12)
+    for _ in range(500):
+        for column, size in enumerate(sizes):
+            better = max(0.0, x[column] + float(shares[:, column] @ left) / size)
+            left += shares[:, column] * (x[column] - better)
+            x[column] = better
+    return x
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

@@ -96,6 +96,7 @@ class _Divergence(msgspec.Struct, forbid_unknown_fields=True):
     entropy: float
     spread: Annotated[float, msgspec.Meta(ge=0)]
     prompts: Annotated[int, msgspec.Meta(ge=1)]
+    shifted: float = 0.0
 
 
 class _Document(msgspec.Struct):

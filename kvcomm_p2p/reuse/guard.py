@@ -29,7 +29,7 @@ class Verdict(enum.Enum):
     RECOMPUTE = "recompute"
 
 
-BROKEN_KL_FACTOR = 50.0
+BROKEN_KL_FACTOR = 25.0
 """No difference of contexts is predicted to cost this many times the budget: wrong blocks and poison are."""
 
 
@@ -137,7 +137,7 @@ def _runs(
         tokens = sum(s.tokens for s in plan.spans if s.run == rows.run and s.kind is SpanKind.REUSE)
         head = float(deviation[rows.is_head].mean()) if rows.is_head.any() else None
         body = float(deviation[~rows.is_head].mean()) if not rows.is_head.all() else None
-        yield RunDeviation(tokens / plan.tokens, head, corrected.get(rows.run, body))
+        yield RunDeviation(tokens / plan.tokens, head, corrected.get(rows.run, body), rows.run in corrected)
 
 
 def _recomputed(span: Span) -> tuple[npt.NDArray[np.int64], bool]:

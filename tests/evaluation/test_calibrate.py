@@ -47,7 +47,8 @@ def sample(scenario: Scenario, repair: Repair, kl: float, entropy: float = 2.0) 
     """A prompt whose deviations fit its divergence: kl is the square of the body's."""
     seen = Symptoms(head=2 * kl**0.5, body=kl**0.5, entropy=entropy)
     tokens = 400 * repair.probe_share + repair.head_tokens
-    return Sample(scenario, repair, Outcome(Divergence((kl,), 1.0, 1, None), 0.1, seen), SHARE, tokens)
+    shares = {KINDS.get(scenario, (Provenance.ROLE,))[-1]: SHARE}
+    return Sample(scenario, repair, Outcome(Divergence((kl,), 1.0, 1, None), 0.1, seen), shares, tokens)
 
 
 def measured(kl: dict[Scenario, float], prompts: int = 4) -> list[Sample]:
@@ -150,7 +151,7 @@ def test_every_repair_is_measured_on_the_same_prompts(two_each: Measured) -> Non
     prompts = 2 * len(KINDS) + sum(max(1, 2 // rarer) for rarer in SEVERAL.values())
     assert {len(each) for each in by_repair} == {prompts}
     for each in by_repair:
-        assert [(s.scenario, s.share) for s in each] == [(s.scenario, s.share) for s in by_repair[0]]
+        assert [(s.scenario, s.shares) for s in each] == [(s.scenario, s.shares) for s in by_repair[0]]
     assert len(wrong) == 2
     for each in samples:
         assert each.outcome.symptoms is not None and 0 < each.outcome.cost < 0.7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -310,11 +310,12 @@ def complete(
     cache: KVCache,
     plan: Plan,
     lead: int,
+    blocks: Mapping[BlockKey, memoryview],
     intercept: float = GOOD,
     cancelled: Callable[[], bool] | None = None,
 ) -> Any:
     engine = engine_for(runner, intercept)
-    return engine._complete(prompt, cache, plan, engine.rules(Mode.BALANCED), lead, cancelled)
+    return engine._complete(prompt, cache, plan, blocks, engine.rules(Mode.BALANCED), lead, cancelled)
 
 
 def moved_plan(runner: ModelRunner, head: int) -> tuple[Any, Pulled, PreparedPrompt]:
@@ -347,7 +348,7 @@ def test_recomputing_all_gives_full_prefill_whatever_was_aligned(
     if lead:
         float_runner.prefill(ids[:lead], cache)
     Aligner(cache, donor_spans(plan), float_runner.spec.rotary).put(pulled.blocks)
-    outcome = complete(float_runner, prompt, cache, plan, lead)
+    outcome = complete(float_runner, prompt, cache, plan, lead, pulled.blocks)
     assert cache.length == len(ids)
     exact = 10 + head
     assert torch.allclose(cache.keys[:, :, :, :exact], full.keys[:, :, :, :exact], atol=1e-4)
@@ -374,7 +375,7 @@ def test_the_guards_fallback_is_full_prefill(float_runner: ModelRunner, poison: 
     assert isinstance(cache, KVCache) and isinstance(full, KVCache)
     true = float_runner.prefill(ids, full)
     Aligner(cache, donor_spans(plan), float_runner.spec.rotary).put(pulled.blocks)
-    outcome = complete(float_runner, prompt, cache, plan, lead, GOOD if poison else BAD)
+    outcome = complete(float_runner, prompt, cache, plan, lead, pulled.blocks, GOOD if poison else BAD)
     assert outcome.fallback
     assert [span.kind for span in outcome.plan.spans] == [SpanKind.RECOMPUTE]
     assert torch.allclose(outcome.repaired.logits, true, atol=1e-4)
@@ -387,4 +388,4 @@ def test_a_cancelled_completion_stops(float_runner: ModelRunner) -> None:
     assert isinstance(cache, KVCache)
     spans = [Span(0, 64, SpanKind.EXACT, donor([meta(1, 0, 132)]), 0), Span(64, 112, SpanKind.RECOMPUTE)]
     with pytest.raises(CancelledByCaller):
-        complete(float_runner, prompt, cache, plan_of(spans), 0, cancelled=lambda: True)
+        complete(float_runner, prompt, cache, plan_of(spans), 0, {}, cancelled=lambda: True)
