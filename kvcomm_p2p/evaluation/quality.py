@@ -16,12 +16,12 @@ from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.evaluation.calibrate import profile_rules
 from kvcomm_p2p.evaluation.cases import Case, Scenario, cases
 from kvcomm_p2p.evaluation.documents import load_gsm8k
-from kvcomm_p2p.evaluation.methods import Laboratory, Outcome
+from kvcomm_p2p.evaluation.methods import Laboratory, Outcome, plan_of
 from kvcomm_p2p.evaluation.metrics import interval95
 from kvcomm_p2p.evaluation.progress import stepping
 from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.model.runner import ModelRunner
-from kvcomm_p2p.planning.types import Mode
+from kvcomm_p2p.planning.types import Mode, Repair, ReuseRules
 from kvcomm_p2p.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ SHARES: Mapping[Scenario, tuple[float, ...]] = {
 """Shares of the reusable tokens that are recomputed."""
 
 BASELINE = "first tokens"
+
+HOLES = (0, 3, 5)
+"""Longest holes, in tokens, that are interpolated where a document was edited."""
 
 
 def run(
@@ -118,6 +121,12 @@ def _measured(laboratory: Laboratory, case: Case, shares: Sequence[float], seed:
         rules = profile_rules(laboratory.profile, mode)
         if rules is not None and laboratory.profile is not None:
             found[f"kvcomm {mode.value}"] = laboratory.planned(case, rules, laboratory.profile.divergence).outcome
+    if case.scenario is Scenario.EDITED:
+        for tokens in HOLES:
+            rules = ReuseRules(approximate=True, reason="", interpolated_tokens=tokens)
+            plan = plan_of(case, [Repair(32)] * len(case.runs), rules)
+            done = f"holes up to {tokens} tokens interpolated" if tokens else "holes recomputed"
+            found[f"first 32 tokens, {done}"] = laboratory.carried_out(case, plan)
     for share in shares:
         for name, filling in laboratory.methods(case, share, seed).items():
             free = not len(filling.rows)

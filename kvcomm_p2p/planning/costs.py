@@ -71,6 +71,7 @@ class CostTracker:
     """
 
     OBSERVATIONS_MAX = 32
+    PEERS_MAX = 1024
 
     def __init__(self, costs: Costs) -> None:
         """`costs`: starting values, all > 0, measured at load or guessed on the side of slow transfers."""
@@ -134,6 +135,8 @@ class CostTracker:
         if kv_bytes > 0:
             if peer not in self._peers:
                 self._peers[peer] = _RobustFit(self._pull.coefficients, self.OBSERVATIONS_MAX)
+                if len(self._peers) > self.PEERS_MAX:  # the one known longest; if it is still there, it is learned anew
+                    del self._peers[next(iter(self._peers))]
             self._pull.observe((1.0, float(kv_bytes)), seconds)
             self._peers[peer].observe((1.0, float(kv_bytes)), seconds)
 
@@ -141,10 +144,6 @@ class CostTracker:
         """Gathering and rotating `kv_bytes` took `seconds`."""
         if kv_bytes > 0:
             self._align.observe((float(kv_bytes),), seconds)
-
-    def forget_peer(self, peer: NodeId) -> None:
-        """`peer` is gone for good."""
-        self._peers.pop(peer, None)
 
 
 _PRIOR_WEIGHT = 0.05

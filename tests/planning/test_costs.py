@@ -10,6 +10,7 @@ from planning_cases import COSTS, ME, PEER
 
 from kvcomm_p2p.planning.costs import CostTracker, align_s, pull_s, recompute_s
 from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.protocol.ids import NodeId
 
 
 def truth_s(tokens: int, cached: int, forward: float = 0.02, token: float = 0.001, pair: float = 4e-7) -> float:
@@ -82,8 +83,14 @@ def test_pulls_are_told_apart_by_peer() -> None:
     assert near.bytes_per_s == pytest.approx(2e9, rel=0.25)
     assert far.bytes_per_s == pytest.approx(5e7, rel=0.25)
     assert near.latency_s < far.latency_s
-    tracker.forget_peer(ME)
-    assert set(tracker.pulls) == {PEER}
+
+
+def test_only_so_many_peers_are_remembered() -> None:
+    tracker = CostTracker(COSTS)
+    peers = [NodeId(number.to_bytes(16, "big")) for number in range(tracker.PEERS_MAX + 2)]
+    for peer in peers:
+        tracker.saw_pull(peer, 10**6, 0.01)
+    assert set(tracker.pulls) == set(peers[2:])
 
 
 def test_align_is_learnt() -> None:
