@@ -40,7 +40,6 @@ PROMPTS_MIN = 8
 
 OPTIONS = (
     Repair(8),
-    Repair(16),
     Repair(32),
     Repair(64),
     Repair(96),

@@ -43,7 +43,7 @@ from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 
 APPROXIMATE = frozenset({Mode.BALANCED, Mode.FAST})
-KL_TARGET = {Mode.BALANCED: 0.005, Mode.FAST: 0.02}
+KL_TARGET = {Mode.BALANCED: 0.003, Mode.FAST: 0.02}
 """What a plan aims at, nats per token of the answer."""
 KL_MAX = {Mode.BALANCED: 0.02, Mode.FAST: 0.05}
 """The budget of a request: what is predicted to cost more, before or after the repair, is recomputed."""
