@@ -35,6 +35,7 @@ NAMES = {
     "random tokens": "random tokens, equal budget",
     "first tokens": "first tokens, equal budget",
     "CacheBlend's rule (keys)": "CacheBlend's rule, equal budget",
+    "LSTM predictor": "LSTM predictor, equal budget",
     "KVCOMM's anchors": "KVCOMM's anchors",
     "nearest tokens' deviations": "nearest tokens' deviations",
 }
