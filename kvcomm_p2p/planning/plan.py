@@ -99,8 +99,8 @@ def make_plan(
     if mode is Mode.DENSE:
         return Plan(len(prompt), mode, (replace(dense, why="dense mode"),), (), dense_s, dense_s)
     planner = _Planner(prompt, donors, mode, rules, costs, pulls or {}, key)
-    best = min(map(planner.behind, planner.prefixes()), key=lambda each: (not planner.is_safe(each), each.planned_s))
-    if best.planned_s >= dense_s or not planner.is_safe(best):
+    best = min(map(planner.behind, planner.prefixes()), key=lambda each: (not each.safe, each.planned_s))
+    if best.planned_s >= dense_s or not best.safe:
         used = _donated(best)
         why = RISKY_WHY if best.planned_s < dense_s else SLOWER_WHY if used else dense.why
         rejected = best.rejected + [_rejected(part, MissReason.COST, why) for part in used]
@@ -140,13 +140,14 @@ def _begins_alike(piece: Run) -> bool:
 
 
 class _Option(NamedTuple):
-    """One way to fill the prompt."""
+    """One way to fill the prompt. `safe`: never slower than computing everything, as far as costs are known."""
 
     spans: tuple[Span, ...]
     planned_s: float
     rejected: list[Rejected]
     runs: tuple[RunChoice, ...]
     chosen: Sequence[Candidate] = ()
+    safe: bool = True
 
 
 class _Planner:
@@ -200,11 +201,9 @@ class _Planner:
             if not any(low < part.end and part.start < high for low, high in touched)
         ]
         runs = tuple(self._choice(run, repair) for run, repair in zip(chosen, repairs, strict=True))
-        return _Option(spans, self._seconds(spans, chosen, repairs), rejected, runs, chosen)
-
-    def is_safe(self, option: _Option) -> bool:
-        """Whether an option is never slower than computing everything, as far as costs are known."""
-        return is_safe(option.spans, option.planned_s, self._costs, self._pulls)
+        planned_s = self._seconds(spans, chosen, repairs)
+        safe = is_safe(spans, planned_s, self._costs, self._pulls)
+        return _Option(spans, planned_s, rejected, runs, chosen, safe)
 
     def compared(self, option: _Option) -> tuple[RunChoice, ...]:
         """Its runs, with the copies of the same tokens that were not taken."""
