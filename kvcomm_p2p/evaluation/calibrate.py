@@ -90,8 +90,8 @@ def run(
     save_to: Path | None = None,
 ) -> Result:
     """Measures on `prompts` prompts of each kind, compared over `tokens` greedy tokens each, writes the profile to `save_to`
-    (default: `profile_path` in the user's cache) and returns what was measured. About ten minutes for a small model on two
-    cores.
+    (default: `profile_path` in the user's cache) and returns what was measured. About a quarter of an hour for a small model
+    on two cores.
 
     Raises ModelError; ConfigError where nothing can be written; UsageError for a model whose keys cannot be moved;
     KVCommError, writing nothing, when reuse does not keep any budget on this model or the guard could not tell wrong blocks

@@ -55,22 +55,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 Scenario.ROLE,
                 repair,
                 Outcome(Divergence((kl,), 1.0, 1, None), 0.1, Symptoms(0.2, 0.1 * (1 + n / 9), 2.0 + n % 3)),
-                0.9,
+                {Provenance.ROLE: 0.9},
                 float(repair.head_tokens),
             )
             for n in range(PROMPTS_MIN)
             for repair in OPTIONS
         ]
-        samples += [
-            Sample(
-                Scenario.OTHER,
-                s.repair,
-                Outcome(Divergence((1.0,), 1.0, 1, None), 0.1, Symptoms(2, 1, 2)),
-                0.9,
-                s.tokens,
-            )
-            for s in samples
-        ]
+        bad = Outcome(Divergence((1.0,), 1.0, 1, None), 0.1, Symptoms(2.0, 1.0, 2.0))
+        samples += [Sample(Scenario.OTHER, s.repair, bad, {Provenance.OTHER: 0.9}, s.tokens) for s in samples]
         return samples, [Symptoms(3.0, 2.0, 2.0)]
 
     monkeypatch.setattr(calibrate, "measure", measure)

@@ -22,6 +22,7 @@ from kvcomm_p2p.evaluation.calibrate import (
     PROMPTS_MIN,
     SEVERAL,
     Sample,
+    _useful,
     describe,
     judge,
     measure,
@@ -80,6 +81,33 @@ def test_what_leaves_too_much_is_not_kept() -> None:
     assert set(profile.repairs) == {Provenance.ROLE, Provenance.BARE}
     assert [repair.head_tokens for repair in profile.repairs[Provenance.BARE]] == [32, 64, 96]
     assert all(repair.kl <= KL_USEFUL for options in profile.repairs.values() for repair in options)
+
+
+def test_prompts_of_several_kinds_of_copies_tell_what_each_brings() -> None:
+    brings = {Provenance.ROLE: 0.004, Provenance.BARE: 0.03, Provenance.OTHER: 0.0}
+    mixed = [
+        {Provenance.ROLE: 0.9},
+        {Provenance.BARE: 0.8},
+        {Provenance.ROLE: 0.2, Provenance.BARE: 0.6},
+        {Provenance.BARE: 0.3, Provenance.OTHER: 0.5},
+    ]
+    samples = [
+        replace(
+            sample(Scenario.REORDERED, OPTIONS[0], sum(brings[p] * share for p, share in shares.items())), shares=shares
+        )
+        for shares in mixed * 3
+    ]
+    found = {provenance: repair.kl for provenance, [repair] in _useful(samples).items()}
+    assert found == pytest.approx(brings, abs=2e-6)
+
+
+def test_what_edits_bring_is_not_put_down_to_the_context() -> None:
+    samples = measured({Scenario.ROLE: 0.004}, prompts=9)
+    edited = [
+        replace(each, scenario=Scenario.EDITED, outcome=sample(Scenario.ROLE, each.repair, 0.04).outcome)
+        for each in samples
+    ]
+    assert judge([*samples, *edited], WRONG, "tiny").repairs == judge(samples, WRONG, "tiny").repairs
 
 
 def test_the_fit_predicts_what_was_measured() -> None:

@@ -22,10 +22,17 @@ from kvcomm_p2p.planning.divergence import (
 deviations = st.floats(1e-3, 3.0)
 entropies = st.floats(0.0, 10.0)
 coefficients = st.floats(0.0, 4.0)
-seen = st.builds(Symptoms, deviations, deviations, entropies)
+seen = st.builds(Symptoms, deviations, deviations, entropies, st.floats(0.0, 1.0))
 shares = st.floats(0.01, 1.0)
 fits = st.builds(
-    DivergenceFit, st.floats(-8, 2), coefficients, coefficients, st.floats(-0.5, 1.0), st.just(0.5), st.just(8)
+    DivergenceFit,
+    st.floats(-8, 2),
+    coefficients,
+    coefficients,
+    st.floats(-0.5, 1.0),
+    st.just(0.5),
+    st.just(8),
+    st.floats(-1.0, 1.0),
 )
 
 
@@ -35,6 +42,8 @@ def test_symptoms_are_root_mean_squares_over_the_prompt() -> None:
     assert found.head == pytest.approx(math.sqrt(0.5 * 0.04 + 0.25 * 0.16))
     assert found.body == pytest.approx(math.sqrt(0.5 * 0.01 + 0.25 * 0.09))
     assert found.entropy == 1.5
+    assert found.shifted == 0.0
+    assert Symptoms.of([runs[0], replace(runs[1], shifted=True)], 1.5) == replace(found, shifted=pytest.approx(1 / 3))
     assert Symptoms.of([], 1.5) == Symptoms(0.0, 0.0, 1.5)
 
 
@@ -76,7 +85,7 @@ def test_rounding_is_not_told_apart_and_nothing_overflows(fit: DivergenceFit, en
 
 def varied(prompts: int, seed: int) -> list[Symptoms]:
     rng = np.random.default_rng(seed)
-    return [Symptoms(*np.exp(rng.uniform(-5, 0.5, 2)), rng.uniform(0.1, 8)) for _ in range(prompts)]
+    return [Symptoms(*np.exp(rng.uniform(-5, 0.5, 2)), rng.uniform(0.1, 8), rng.uniform()) for _ in range(prompts)]
 
 
 @settings(deadline=None)
@@ -89,7 +98,7 @@ def test_the_coefficients_behind_a_divergence_are_found(true: DivergenceFit, pro
         kl = [true.kl(each) for each in symptoms]
     found = fit_divergence(symptoms, [value * (1 + 1e-12) for value in kl])
     assert found.prompts == prompts and found.spread < 1e-6
-    for name in ("intercept", "body", "head", "entropy"):
+    for name in ("intercept", "body", "head", "entropy", "shifted"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), abs=1e-4), name
 
 
@@ -110,13 +119,14 @@ def test_no_coefficient_of_a_deviation_is_negative_and_no_other_fit_is_nearer(
 
     assert found.spread == pytest.approx(math.sqrt(error(found) / prompts), abs=1e-9)
     for _ in range(20):
-        d = rng.normal(0, 0.05, 4)
+        d = rng.normal(0, 0.05, 5)
         other = replace(
             found,
             intercept=found.intercept + d[0],
             body=max(0.0, found.body + d[1]),
             head=max(0.0, found.head + d[2]),
             entropy=found.entropy + d[3],
+            shifted=found.shifted + d[4],
         )
         assert error(other) >= error(found) - 1e-9
 
