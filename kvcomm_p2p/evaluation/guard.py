@@ -133,7 +133,7 @@ def upper_bound(events: int, trials: int) -> float:
     low, high = events / trials, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        terms = np.cumsum(np.log(np.arange(trials, trials - events, -1) / np.arange(1, events + 1))) if events else []
+        terms = np.cumsum(np.log(np.arange(trials, trials - events, -1) / np.arange(1, events + 1)))
         logs = np.array([0.0, *terms]) + np.arange(events + 1) * np.log(max(middle, 1e-300))
         logs += (trials - np.arange(events + 1)) * np.log1p(-min(middle, 1 - 1e-16))
         low, high = (middle, high) if float(np.exp(logs).sum()) > 0.05 else (low, middle)
