@@ -32,7 +32,7 @@ from kvcomm_p2p.reuse.align import Aligner, align_span, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
 from kvcomm_p2p.reuse.foresight import Deviations, Foresight, Outlook
-from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, broken, symptoms, verdict
+from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, WIDEN_SHARE_MAX, RepairWatch, Verdict, broken, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.recall import Recall, Recalled
 from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
@@ -317,7 +317,8 @@ class ReuseEngine:
         repaired = self._repair(ids, cache, plan, lead, cancelled)
         shown = repaired.deviations
         predicted, fallback = repaired.predicted_kl, ""
-        if verdict(predicted, rules.kl_max, may_widen=True) is Verdict.WIDEN:
+        cheap = time.perf_counter() - started <= WIDEN_SHARE_MAX * plan.dense_s
+        if verdict(predicted, rules.kl_max, may_widen=cheap) is Verdict.WIDEN:
             # Rows of earlier heads are right already: what stands before the first longer head does not change.
             since = min(span.start for span in plan.spans if span.run)
             plan = outlook.chosen(widened(plan, WIDEN_HEAD_FACTOR, rules), rules)
@@ -331,6 +332,7 @@ class ReuseEngine:
         if verdict(predicted, rules.kl_max, may_widen=False) is Verdict.RECOMPUTE:
             fallback = f"{predicted:.3g} nats/token predicted from what was recomputed, more than the {rules.kl_max:.3g} allowed"
             plan, exact = only_exact(plan, fallback)
+            exact = exact if predicted == predicted else plan.spans[-1].start  # NaN spreads to its neighbours
             cache.truncate(exact)
             logits = self._runner.prefill(ids[exact:], cache, exact, cancelled=cancelled)
             repaired = replace(repaired, logits=logits)

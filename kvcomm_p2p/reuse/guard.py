@@ -20,6 +20,9 @@ WIDEN_KL_FACTOR = 3.0
 
 WIDEN_HEAD_FACTOR = 4
 
+WIDEN_SHARE_MAX = 0.1
+"""Heads are lengthened where the first repair took at most this share of full prefill: two in vain are a fifth more."""
+
 
 class Verdict(enum.Enum):
     """What the guard says of a repaired prompt."""

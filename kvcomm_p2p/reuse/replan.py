@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from kvcomm_p2p.planning.candidates import Candidate
-from kvcomm_p2p.planning.spans import blocks_needed
+from kvcomm_p2p.planning.spans import blocks_needed, exact_until
 from kvcomm_p2p.planning.types import (
     Mode,
     Plan,
@@ -32,7 +32,8 @@ def dense_plan(tokens: int, mode: Mode, why: str = "") -> Plan:
 
 
 def only_exact(plan: Plan, why: str) -> tuple[Plan, int]:
-    """The plan with everything behind its exact prefix recomputed, and the length of that prefix; its runs are rejected."""
+    """The plan with everything behind its exact prefix recomputed, its runs rejected, and how many rows are right already when
+    the plan was carried out: what was computed before anything moved stays."""
     kept: list[Span] = []
     for span in plan.spans:
         if span.kind is not SpanKind.EXACT:
@@ -41,7 +42,9 @@ def only_exact(plan: Plan, why: str) -> tuple[Plan, int]:
     exact = kept[-1].end if kept else 0
     rest = Span(exact, plan.tokens, SpanKind.RECOMPUTE, why=why)
     missed = {number: Miss(MissReason.RESIDUAL, why) for number in range(1, len(plan.runs) + 1)}
-    return replace(plan, spans=(*kept, rest), runs=(), rejected=(*plan.rejected, *_unused(plan, missed))), exact
+    return replace(plan, spans=(*kept, rest), runs=(), rejected=(*plan.rejected, *_unused(plan, missed))), max(
+        exact, exact_until(plan)
+    )
 
 
 def without_blocks(plan: Plan, failed: Mapping[BlockKey, Miss], rules: ReuseRules) -> Plan:
@@ -90,7 +93,7 @@ def _unused(plan: Plan, missed: Mapping[int, Miss]) -> Iterator[Rejected]:
         choice = plan.runs[number - 1]
         spans = [span for span in plan.spans if span.run == number]
         pieces = tuple(_joined_pieces(span for span in spans if span.donor is not None))
-        run = UnusedRun(choice.donor, pieces, choice.provenance)
+        run = UnusedRun(choice.donor, pieces, choice.provenance, choice.edge)
         yield Rejected(spans[0].start, spans[-1].end, choice.donor.holder, miss, run)
 
 
