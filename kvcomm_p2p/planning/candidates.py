@@ -42,13 +42,15 @@ class _Part(NamedTuple):
 class Candidate:
     """Equal pieces of one donor that could be reused as one run: ascending in prompt and donor, with small holes between
     them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before it (`plan.placed`
-    says before which piece); `context`: all that is known of that, None before `plan.placed`."""
+    says before which piece); `context`: all that is known of that, None before `plan.placed`; `edge`: the kind of prefix
+    change (`edges.edge_of`), empty before `plan.placed`."""
 
     donor: Donor
     pieces: tuple[Run, ...]
     provenance: Provenance = Provenance.OTHER
     likeness: float = 0.0
     context: Context | None = None
+    edge: bytes = b""
 
     @property
     def start(self) -> int:

@@ -19,6 +19,7 @@ from kvcomm_p2p.planning.candidates import GAP_MAX, Candidate, choose, find_cand
 from kvcomm_p2p.planning.caution import is_safe
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.costs import PullCost, attended, correction_s, forward_s
+from kvcomm_p2p.planning.edges import edge_of
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
 from kvcomm_p2p.planning.provenance import BARE_TOKENS_MAX, context_likeness, kind
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
@@ -131,7 +132,8 @@ def placed(run: Candidate, prompt: TokenIds, key: bytes) -> Candidate:
     deciding = [longest] if _begins_alike(run.pieces[0]) else [longest, run.pieces[0]]
     contexts = [context_likeness(prompt, piece.prompt_start, run.donor, piece.donor_start, key) for piece in deciding]
     worst = max(contexts, key=kind)
-    return replace(run, provenance=kind(worst), likeness=worst.likeness, context=worst)
+    edge = edge_of(prompt, run.donor, kind(worst))
+    return replace(run, provenance=kind(worst), likeness=worst.likeness, context=worst, edge=edge)
 
 
 def _begins_alike(piece: Run) -> bool:
@@ -240,7 +242,7 @@ class _Planner:
     def _refusal(self, run: Candidate) -> tuple[MissReason, str] | None:
         """Why a run may not be reused."""
         rules = self._rules
-        options = rules.options(run.provenance, run.start, run.tokens)
+        options = rules.options(run.provenance, run.start, run.tokens, run.edge)
         hops = max(span_hops(span) for span in run.whole())
         if run.tokens < rules.run_tokens_min and not (self._approximate and options):
             return MissReason.TOO_SHORT, f"{run.tokens} equal tokens, fewer than {rules.run_tokens_min}"
@@ -288,7 +290,16 @@ class _Planner:
         kl = expected_kl(run, repair, len(self._prompt))
         saved_s = self._saved_s(run, repair)
         return RunChoice(
-            run.start, run.end, run.donor, run.provenance, run.likeness, repair, kl, saved_s, context=run.context
+            run.start,
+            run.end,
+            run.donor,
+            run.provenance,
+            run.likeness,
+            repair,
+            kl,
+            saved_s,
+            context=run.context,
+            edge=run.edge,
         )
 
     def _pruned(self, fixed: list[Span], chosen: list[Candidate]) -> list[Candidate]:
@@ -368,5 +379,5 @@ def _told(rejected: Sequence[Rejected], spans: Sequence[Span]) -> tuple[Rejected
 
 def _rejected(part: Span | Candidate, reason: MissReason, detail: str) -> Rejected:
     assert part.donor is not None
-    run = UnusedRun(part.donor, part.pieces, part.provenance) if isinstance(part, Candidate) else None
+    run = UnusedRun(part.donor, part.pieces, part.provenance, part.edge) if isinstance(part, Candidate) else None
     return Rejected(part.start, part.end, part.donor.holder, Miss(reason, detail), run)

@@ -37,7 +37,7 @@ def allowed_repairs(run: Candidate, rules: ReuseRules, prompt_tokens: int) -> li
     more was measured of it than its own divergence.
     """
     options: dict[Repair, Repair] = {}
-    for repair in rules.options(run.provenance, run.start, run.tokens):
+    for repair in rules.options(run.provenance, run.start, run.tokens, run.edge):
         options.setdefault(replace(repair, head_tokens=head_tokens(repair, run.tokens), kl=0.0), repair)
     return [repair for repair in options.values() if expected_kl(run, repair, prompt_tokens) <= rules.kl_max]
 

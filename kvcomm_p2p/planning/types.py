@@ -167,7 +167,8 @@ class Rival:
 class RunChoice:
     """Why a reused run is filled as it is. `likeness`: 0 to 1, of the contexts within their class; `kl`: its share of the
     plan's expected divergence; `saved_s`: predicted seconds against recomputing it; `others`: copies that were not taken, the
-    best few; `context`: all that is known of what stood before the copy, None where nobody compared."""
+    best few; `context`: all that is known of what stood before the copy, None where nobody compared; `edge`: the kind of
+    prefix change (`edges.edge_of`), empty where nobody asked."""
 
     start: int
     end: int
@@ -179,15 +180,18 @@ class RunChoice:
     saved_s: float
     others: tuple[Rival, ...] = ()
     context: Context | None = None
+    edge: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class UnusedRun:
-    """Equal pieces of one donor, ascending in prompt and donor, that were recomputed all the same."""
+    """Equal pieces of one donor, ascending in prompt and donor, that were recomputed all the same. `edge`: the kind of prefix
+    change (`edges.edge_of`)."""
 
     donor: Donor
     pieces: tuple[Run, ...]
     provenance: Provenance
+    edge: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +248,8 @@ class ReuseRules:
     recomputed.
 
     `short`: per provenance the one way in which runs of `short_tokens_min` to `run_tokens_min` - 1 tokens may be reused; a
-    provenance that is missing is not. `short_from`: per provenance the first prompt position where what it takes may be
-    used, 0 unless given.
+    provenance that is missing is not. `short_from`: per kind of prefix change (`edges.edge_of`) of which enough is
+    remembered the first prompt position where that may be used; a kind that is missing is not reused.
     """
 
     approximate: bool
@@ -259,14 +263,16 @@ class ReuseRules:
     interpolated_tokens: int = 0
     short: Mapping[Provenance, Repair] = field(default_factory=lambda: _NO_REPAIR)
     short_tokens_min: int = 16
-    short_from: Mapping[Provenance, int] = field(default_factory=lambda: _EVERYWHERE)
+    short_from: Mapping[bytes, int] = field(default_factory=lambda: _NOWHERE)
 
-    def options(self, provenance: Provenance, start: int, tokens: int) -> tuple[Repair, ...]:
-        """The measured repairs of a run of `tokens` equal tokens at prompt position `start`, cheapest first."""
+    def options(self, provenance: Provenance, start: int, tokens: int, edge: bytes = b"") -> tuple[Repair, ...]:
+        """The measured repairs of a run of `tokens` equal tokens at prompt position `start`, cheapest first. `edge`: its kind
+        of prefix change."""
         if tokens >= self.run_tokens_min:
             return self.repairs.get(provenance, ())
+        first = self.short_from.get(edge)
         # Position 0 is like no other: everything attends to it.
-        if tokens < self.short_tokens_min or start < max(1, self.short_from.get(provenance, 0)):
+        if tokens < self.short_tokens_min or first is None or start < max(1, first):
             return ()
         return (self.short[provenance],) if provenance in self.short else ()
 
@@ -278,7 +284,7 @@ class ReuseRules:
 
 _UNMEASURED: Mapping[Provenance, tuple[Repair, ...]] = MappingProxyType({each: (Repair(32),) for each in Provenance})
 _NO_REPAIR: Mapping[Provenance, Repair] = MappingProxyType({})
-_EVERYWHERE: Mapping[Provenance, int] = MappingProxyType({})
+_NOWHERE: Mapping[bytes, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ in: `may_correct` says what they may flow into.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,6 @@ import torch
 
 from kvcomm_p2p.kernels.rope_shift import rope_shift
 from kvcomm_p2p.model.spec import RotaryGeometry
-from kvcomm_p2p.planning.types import Provenance
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.ids import ModelId
 
@@ -140,11 +138,6 @@ def strictest(accesses: Iterable[tuple[Visibility, bytes]]) -> tuple[Visibility,
     return max((visibility for visibility, _ in named), default=Visibility.PUBLIC), b"".join(groups)
 
 
-def edge_of(provenance: Provenance) -> bytes:
-    """The kind of prefix change that a class of copies has seen."""
-    return hashlib.sha256(b"kvcomm edge\0" + provenance.name.encode()).digest()[:8]
-
-
 class DeviationMemory:
     """Deviations that were seen, within `bytes_max` (exactly, by `Deviation.kv_bytes`). Thread safe.
 
@@ -198,6 +191,16 @@ class DeviationMemory:
                 and held.deviation.edge == edge
                 and may_correct(held.deviation, visibility, group)
             ]
+
+    def tokens_by_edge(self, model_id: ModelId, visibility: Visibility, group: bytes) -> dict[bytes, int]:
+        """Per kind of prefix change how many remembered tokens may correct KV of this model and visibility."""
+        tokens: dict[bytes, int] = {}
+        with self._lock:
+            for held in self._held:
+                deviation = held.deviation
+                if deviation.model_id == model_id and may_correct(deviation, visibility, group):
+                    tokens[deviation.edge] = tokens.get(deviation.edge, 0) + deviation.tokens
+        return tokens
 
     def credit(self, deviations: Sequence[Deviation], tokens: Sequence[float]) -> None:
         """Each of these has corrected so many tokens (a share of each, where several did). Ignores what is held no more."""

@@ -23,7 +23,7 @@ from kvcomm_p2p.planning.spans import blocks_needed, exact_until, span_hops
 from kvcomm_p2p.planning.types import Plan, Provenance, Rejected, Run, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX, BlockKey, Visibility
 from kvcomm_p2p.reuse.align import align_span
-from kvcomm_p2p.reuse.deviations import DeviationMemory, edge_of, observe, strictest
+from kvcomm_p2p.reuse.deviations import DeviationMemory, observe, strictest
 from kvcomm_p2p.reuse.publish import filled_marks
 from kvcomm_p2p.store import BlockStore, StaleHandle
 
@@ -41,10 +41,11 @@ log = logging.getLogger("kvcomm_p2p.agent")
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Positions of a filled prompt whose rows are exact, and which a donor holds as well: `span` says where."""
+    """Positions of a filled prompt whose rows are exact, and which a donor holds as well: `span` says where. `edge`: the kind
+    of prefix change."""
 
     span: Span
-    provenance: Provenance
+    edge: bytes
 
 
 class Learner:
@@ -117,7 +118,7 @@ class Learner:
             span.start,
             self._spec.rotary,
             model_id=self._spec.model_id,
-            edge=edge_of(lesson.provenance),
+            edge=lesson.edge,
             visibility=visibility,
             group=group if visibility is Visibility.GROUP else b"",
         )
@@ -149,7 +150,7 @@ def lessons(plan: Plan, kinds: Container[Provenance], run_tokens_min: int) -> li
             and span_hops(span) <= HOPS_PUBLISHED_MAX
         ):
             taken.append(span)
-            found.append(Lesson(span, rejected.run.provenance))
+            found.append(Lesson(span, rejected.run.edge))
             left -= tokens
     return found
 

@@ -11,7 +11,7 @@ from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.types import Plan, Provenance, Repair, SpanKind
 from kvcomm_p2p.protocol.anchors import Miss, MissReason, Visibility
 from kvcomm_p2p.reuse.correctors import nearest_tokens
-from kvcomm_p2p.reuse.deviations import Deviation, DeviationMemory, edge_of, strictest
+from kvcomm_p2p.reuse.deviations import Deviation, DeviationMemory, strictest
 from kvcomm_p2p.reuse.replan import without_runs
 
 MEMORY_TOKENS_MIN = 256
@@ -36,22 +36,20 @@ class Recall:
         self._memory = memory
         self._spec = spec
 
-    def short(
-        self, visibility: Sequence[VisibilityMark]
-    ) -> tuple[Mapping[Provenance, Repair], Mapping[Provenance, int]]:
-        """`ReuseRules.short` and `.short_from` of a prompt with these marks: what was measured, from the first position on
-        where enough is remembered that may flow there."""
+    def short(self, visibility: Sequence[VisibilityMark]) -> tuple[Mapping[Provenance, Repair], Mapping[bytes, int]]:
+        """`ReuseRules.short` and `.short_from` of a prompt with these marks: what was measured, and for each kind of prefix
+        change the first position where enough is remembered that may flow there. Both empty if nothing is."""
         profile = self._spec.profile
-        repairs: dict[Provenance, Repair] = {}
-        since: dict[Provenance, int] = {}
-        for provenance, kl in sorted(profile.short.items()) if profile is not None else ():
-            for position in sorted({0, *(mark.start for mark in visibility)}):
-                known = self._candidates(provenance, position, visibility)
-                if sum(deviation.tokens for deviation in known) >= MEMORY_TOKENS_MIN:
-                    repairs[provenance] = Repair(0, kl=kl, memory=True)
-                    since[provenance] = position
-                    break
-        return repairs, since
+        since: dict[bytes, int] = {}
+        if profile is None or not profile.short:
+            return {}, since
+        for position in sorted({0, *(mark.start for mark in visibility)}):
+            seen_by = access_at(visibility, position)
+            for edge, tokens in self._memory.tokens_by_edge(self._spec.model_id, *seen_by).items():
+                if tokens >= MEMORY_TOKENS_MIN:
+                    since.setdefault(edge, position)
+        repairs = {kind: Repair(0, kl=kl, memory=True) for kind, kl in sorted(profile.short.items())}
+        return (repairs if since else {}), since
 
     def correct(self, cache: KVCache, plan: Plan, visibility: Sequence[VisibilityMark]) -> Recalled:
         """Correct the aligned rows, in place, of all runs that ask for it. Those that are too unlike what is remembered are
@@ -64,7 +62,8 @@ class Recall:
         for number, choice in enumerate(plan.runs, start=1):
             if not choice.repair.memory:
                 continue
-            candidates = self._candidates(choice.provenance, choice.start, visibility)
+            seen_by = access_at(visibility, choice.start)
+            candidates = self._memory.candidates(self._spec.model_id, choice.edge, *seen_by)
             spans = [span for span in plan.spans if span.run == number and span.kind is SpanKind.REUSE and span.donor]
             shares = [0.0] * len(candidates)
             corrected = 0
@@ -86,12 +85,6 @@ class Recall:
     def blame(self, used: Sequence[Deviation]) -> None:
         """The guard rejected what these deviations took part in: they are forgotten."""
         self._memory.discard(used)
-
-    def _candidates(
-        self, provenance: Provenance, position: int, visibility: Sequence[VisibilityMark]
-    ) -> list[Deviation]:
-        seen_by = access_at(visibility, position)
-        return self._memory.candidates(self._spec.model_id, edge_of(provenance), *seen_by)
 
 
 def access_at(marks: Sequence[VisibilityMark], position: int) -> tuple[Visibility, bytes]:

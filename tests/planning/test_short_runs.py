@@ -10,20 +10,24 @@ from hypothesis import strategies as st
 from planning_cases import COSTS, EXACT_RULES, RULES, Tokens, donor, joined, words
 
 from kvcomm_p2p.planning.candidates import Candidate
+from kvcomm_p2p.planning.edges import EDGE_TOKENS, edge_of
 from kvcomm_p2p.planning.plan import make_plan
 from kvcomm_p2p.planning.repairs import allowed_repairs
 from kvcomm_p2p.planning.spans import exact_until, recompute_positions
 from kvcomm_p2p.planning.types import Donor, Mode, Plan, Provenance, Repair, ReuseRules, Run, SpanKind
 from kvcomm_p2p.protocol.anchors import MissReason
 
-MEMORY = Repair(0, kl=0.006, memory=True)
-EVERY = dict.fromkeys(Provenance, MEMORY)
-SHORT = replace(RULES, short=EVERY, guard_probes=6, kl_max=0.02)
 BEFORE, AFTER = words(101, 50), words(102, 40)
 
 
 def behind_other_text(content: Tokens, **options: object) -> Donor:
     return donor(joined(words(103, 37), content, words(104, 20)), local=True, **options)  # type: ignore[arg-type]
+
+
+MEMORY = Repair(0, kl=0.006, memory=True)
+EVERY = dict.fromkeys(Provenance, MEMORY)
+EDGE = edge_of(BEFORE, behind_other_text(words(0, 1)), Provenance.ROLE)
+SHORT = replace(RULES, short=EVERY, short_from={EDGE: 0}, guard_probes=6, kl_max=0.02)
 
 
 def planned(content: Tokens, rules: ReuseRules, mode: Mode = Mode.BALANCED, **options: object) -> Plan:
@@ -58,9 +62,10 @@ def test_longer_runs_are_repaired_as_ever() -> None:
     [
         (replace(SHORT, short={}), Mode.BALANCED, 0, MissReason.TOO_SHORT),
         (replace(SHORT, short={Provenance.NEAR: MEMORY}), Mode.BALANCED, 0, MissReason.TOO_SHORT),
+        (replace(SHORT, short_from={b"another": 0}), Mode.BALANCED, 0, MissReason.TOO_SHORT),
         (replace(SHORT, short_tokens_min=41), Mode.BALANCED, 0, MissReason.TOO_SHORT),
         (SHORT, Mode.EXACT, 0, MissReason.TOO_SHORT),
-        (replace(EXACT_RULES, short=EVERY), Mode.BALANCED, 0, MissReason.TOO_SHORT),
+        (replace(EXACT_RULES, short=EVERY, short_from={EDGE: 0}), Mode.BALANCED, 0, MissReason.TOO_SHORT),
         (SHORT, Mode.BALANCED, 2, MissReason.EXACT_ONLY),
         (replace(SHORT, kl_max=0.001), Mode.BALANCED, 0, MissReason.DIVERGENCE),
     ],
@@ -75,17 +80,17 @@ def test_a_short_run_is_recomputed_where_it_is_not_allowed(
     unused = plan.rejected[0].run
     assert unused is not None and unused.donor.holder == plan.rejected[0].holder
     assert unused.pieces == (Run(37, 50, 40),)
-    assert unused.provenance is Provenance.ROLE
+    assert (unused.provenance, unused.edge) == (Provenance.ROLE, EDGE)
 
 
 def test_the_budget_holds_for_short_runs_together_with_others() -> None:
     document, content = words(1, 200), words(2, 40)
     repairs = {each: (Repair(16, kl=0.01), Repair(64, kl=0.002)) for each in Provenance}
-    rules = replace(SHORT, repairs=repairs, kl_target=0.004)
     prompt = joined(BEFORE, document, words(3, 30), content, AFTER)
-    plan = make_plan(
-        prompt, [donor(joined(words(4, 37), document, words(5, 64), content), local=True)], Mode.BALANCED, rules, COSTS
-    )
+    source = donor(joined(words(4, 37), document, words(5, 64), content), local=True)
+    edges = dict.fromkeys([edge_of(prompt, source, kind) for kind in Provenance], 0)
+    rules = replace(SHORT, repairs=repairs, kl_target=0.004, short_from=edges)
+    plan = make_plan(prompt, [source], Mode.BALANCED, rules, COSTS)
     assert [run.repair.memory for run in plan.runs] == [False, True]
     assert plan.runs[0].repair.head_tokens == 64, "the short run's share is not left out of the sum"
     assert plan.kl == pytest.approx((200 * 0.002 + 40 * 0.006) / len(prompt))
@@ -95,7 +100,7 @@ def test_the_budget_holds_for_short_runs_together_with_others() -> None:
 @pytest.mark.parametrize(("first", "reused"), [(50, True), (51, False), (90, False)])
 def test_what_is_behind_a_border_alone_may_use_what_is_allowed_there(first: int, reused: bool) -> None:
     """A run that reaches over the border counts as what it begins as."""
-    plan = planned(words(1, 40), replace(SHORT, short_from=dict.fromkeys(Provenance, first)))
+    plan = planned(words(1, 40), replace(SHORT, short_from={EDGE: first}))
     assert any(span.kind is SpanKind.REUSE for span in plan.spans) == reused
 
 
@@ -121,7 +126,7 @@ def test_short_runs_are_options_only_within_their_rules(data: st.DataObject) -> 
     rules = replace(
         SHORT,
         short=dict.fromkeys(data.draw(st.sets(st.sampled_from(Provenance))), MEMORY),
-        short_from={kind: data.draw(st.integers(0, 200)) for kind in Provenance},
+        short_from=data.draw(st.dictionaries(st.sampled_from([EDGE, b"other"]), st.integers(0, 200))),
         short_tokens_min=data.draw(st.integers(1, 64)),
     )
     at, tokens, kind = (
@@ -129,12 +134,12 @@ def test_short_runs_are_options_only_within_their_rules(data: st.DataObject) -> 
         data.draw(st.integers(1, 100)),
         data.draw(st.sampled_from(Provenance)),
     )
-    run = Candidate(behind_other_text(words(1, 100)), (Run(37, at, tokens),), kind)
+    run = Candidate(behind_other_text(words(1, 100)), (Run(37, at, tokens),), kind, edge=EDGE)
     allowed = allowed_repairs(run, rules, 1000)
     if tokens >= rules.run_tokens_min:
         assert not any(repair.memory for repair in allowed)
     else:
-        inside = tokens >= rules.short_tokens_min and at > 0 and at >= rules.short_from[kind]
+        inside = tokens >= rules.short_tokens_min and at > 0 and at >= rules.short_from.get(EDGE, 1000)
         assert allowed == ([MEMORY] if inside and kind in rules.short else [])
 
 
@@ -152,3 +157,30 @@ def test_every_piece_of_a_short_run_has_few_probes(lengths: list[int], guard_pro
     reused = [span for span in run.spans(MEMORY, rules, 1) if span.kind is SpanKind.REUSE]
     assert [(span.start, span.tokens) for span in reused] == [(piece.prompt_start, piece.length) for piece in pieces]
     assert all(1 <= span.probes <= max(1, span.tokens // 8) for span in reused)
+
+
+def test_an_edge_is_named_by_both_beginnings_and_the_provenance() -> None:
+    ours, theirs = joined(words(1, EDGE_TOKENS), words(2, 20)), joined(words(3, EDGE_TOKENS), words(4, 20))
+    same = joined(words(1, EDGE_TOKENS), words(5, 30))
+    edge = edge_of(ours, donor(theirs), Provenance.ROLE)
+    assert edge == edge_of(same, donor(joined(words(3, EDGE_TOKENS), words(6, 9)), name=7), Provenance.ROLE)
+    other = joined(ours[: EDGE_TOKENS - 1], words(9, 1), ours[EDGE_TOKENS:])
+    assert (
+        len(
+            {
+                edge,
+                *(
+                    edge_of(*changed)
+                    for changed in (
+                        (other, donor(theirs), Provenance.ROLE),
+                        (ours, donor(other), Provenance.ROLE),
+                        (theirs, donor(ours), Provenance.ROLE),
+                        (ours, donor(theirs), Provenance.NEAR),
+                        (ours[:5], donor(theirs), Provenance.ROLE),
+                        (ours, donor(theirs, start=32), Provenance.ROLE),
+                    )
+                ),
+            }
+        )
+        == 7
+    )
