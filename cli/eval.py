@@ -59,12 +59,10 @@ def evaluate(
 ) -> None:
     """Hit rates, divergence, answers and times of agents that work together, against full prefill."""
     settings = load_settings()
+    from kvcomm_p2p.evaluation.controls import control_rows
     from kvcomm_p2p.evaluation.eval import DEFAULT_MODEL, MODES, run
     from kvcomm_p2p.evaluation.workloads.catalogue import Data
 
-    more = None
-    if controls:
-        from kvcomm_p2p.evaluation.controls import control_rows as more
     evaluation = run(
         stderr(),
         workload=workload.value,
@@ -75,7 +73,7 @@ def evaluate(
         seed=seed,
         data=Data(gsm8k=gsm8k, humaneval=humaneval, readers=readers, execute=execute),
         plots=plots,
-        controls=more,
+        controls=control_rows if controls else None,
         settings=settings,
     )
     _show(evaluation, as_json=as_json, save=save)

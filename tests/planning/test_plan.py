@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import COSTS, EXACT_RULES, ME, PEER, RULES, TOKEN_BYTES, Tokens, donor, joined, words
 
-from kvcomm_p2p.planning.costs import PullCost
 from kvcomm_p2p.planning.candidates import HEAD_WHY
+from kvcomm_p2p.planning.costs import PullCost
 from kvcomm_p2p.planning.plan import LAST_WHY, make_plan
 from kvcomm_p2p.planning.prefix import REMOTE_TOKENS_MIN
 from kvcomm_p2p.planning.spans import (
