@@ -110,7 +110,9 @@ def prepare(
         slots=ranges,
         visibility=_marks(whole, strict, offsets, key),
         text=text,
-        marks=(*content_marks(ids, _inside(offsets, places), key), *_formula_marks(text, offsets, key)) if named else (),
+        marks=(*content_marks(ids, _inside(offsets, places), key), *_formula_marks(text, offsets, key))
+        if named
+        else (),
     )
 
 
