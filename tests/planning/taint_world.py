@@ -52,6 +52,14 @@ SPEC = ModelSpec("truth", ModelId(b"m" * 16), LAYOUT, 4096, None, "", "", None)
 POOL_BYTES = LAYOUT.token_bytes * 2500
 """Little enough that anchors are evicted."""
 
+
+class Everywhere(dict[Any, int]):
+    """Enough is remembered of every kind, from the first position on."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return 0
+
+
 RULES = {
     Mode.BALANCED: ReuseRules(True, "", repairs={each: (Repair(16, 0.15, shift=True),) for each in Provenance}),
     Mode.FAST: ReuseRules(
@@ -61,6 +69,7 @@ RULES = {
         interpolated_tokens=3,
         guard_probes=6,
         short={each: Repair(0, memory=True) for each in Provenance},
+        short_from=Everywhere(),
     ),
 }
 RULES[Mode.EXACT] = RULES[Mode.FAST]
