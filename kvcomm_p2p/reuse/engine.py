@@ -331,8 +331,7 @@ class ReuseEngine:
         guarded = plan
         if verdict(predicted, rules.kl_max, may_widen=False) is Verdict.RECOMPUTE:
             fallback = f"{predicted:.3g} nats/token predicted from what was recomputed, more than the {rules.kl_max:.3g} allowed"
-            plan, exact = only_exact(plan, fallback)
-            exact = exact if predicted == predicted else plan.spans[-1].start  # NaN spreads to its neighbours
+            plan, exact = only_exact(plan, fallback, sound=predicted == predicted)
             cache.truncate(exact)
             logits = self._runner.prefill(ids[exact:], cache, exact, cancelled=cancelled)
             repaired = replace(repaired, logits=logits)

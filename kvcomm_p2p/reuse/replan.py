@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from kvcomm_p2p.planning.candidates import Candidate
-from kvcomm_p2p.planning.spans import blocks_needed, exact_until
+from kvcomm_p2p.planning.spans import blocks_needed
 from kvcomm_p2p.planning.types import (
     Mode,
     Plan,
@@ -31,20 +31,19 @@ def dense_plan(tokens: int, mode: Mode, why: str = "") -> Plan:
     return Plan(tokens, mode, (span,), (), dense_s=0.0, planned_s=0.0)
 
 
-def only_exact(plan: Plan, why: str) -> tuple[Plan, int]:
-    """The plan with everything behind its exact prefix recomputed, its runs rejected, and how many rows are right already when
-    the plan was carried out: what was computed before anything moved stays."""
+def only_exact(plan: Plan, why: str, *, sound: bool = True) -> tuple[Plan, int]:
+    """The plan with everything recomputed from its first span on that is not exact, its runs rejected; and how many rows stand
+    before that, which are right already when the plan was carried out. Not `sound`: nothing is kept, since what is not
+    finite spreads to whatever is computed beside it."""
     kept: list[Span] = []
-    for span in plan.spans:
-        if span.kind is not SpanKind.EXACT:
+    for span in plan.spans if sound else ():
+        if span.run or span.kind not in (SpanKind.EXACT, SpanKind.RECOMPUTE) or span is plan.spans[-1]:
             break
         kept.append(span)
     exact = kept[-1].end if kept else 0
     rest = Span(exact, plan.tokens, SpanKind.RECOMPUTE, why=why)
     missed = {number: Miss(MissReason.RESIDUAL, why) for number in range(1, len(plan.runs) + 1)}
-    return replace(plan, spans=(*kept, rest), runs=(), rejected=(*plan.rejected, *_unused(plan, missed))), max(
-        exact, exact_until(plan)
-    )
+    return replace(plan, spans=(*kept, rest), runs=(), rejected=(*plan.rejected, *_unused(plan, missed))), exact
 
 
 def without_blocks(plan: Plan, failed: Mapping[BlockKey, Miss], rules: ReuseRules) -> Plan:
