@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.errors import ConfigError, KVCommError, UsageError
+from kvcomm_p2p.evaluation.calibrate_short import judge_short, measure_short, rows_short
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Case, Scenario, cases
 from kvcomm_p2p.evaluation.methods import Laboratory, Outcome, plan_of
 from kvcomm_p2p.evaluation.metrics import interval95
@@ -103,8 +104,10 @@ def run(
     _refuse_unwritable(path)
     samples, wrong = measure(runner, console, prompts=prompts, tokens=tokens)
     profile = judge(samples, wrong, runner.spec.name)
+    short = measure_short(runner, console, prompts=prompts, tokens=tokens)
+    profile = replace(profile, short=judge_short(short))
     save_profile(runner.spec.model_id, profile, path)
-    return Result("calibrate", rows(samples, wrong, profile), 0)
+    return Result("calibrate", [*rows(samples, wrong, profile), *rows_short(short)], 0)
 
 
 def profile_path(runner: ModelRunner, cache_dir: Path) -> Path:

@@ -111,12 +111,14 @@ def cases(
     held_out: bool = False,
     tokens: int = 24,
     problems: Sequence[Problem] = (),
+    one_template: bool = False,
 ) -> Iterator[Case]:
     """`count` cases, each compared over `tokens` greedy tokens; the same ones every time, and the first ones whatever
     `count`. `held_out`: from text that the others share nothing with.
 
     Past what the library gives (about 40 cases), its texts come again behind other roles. `problems`: with their solutions,
-    for SHORT; without any, short documents are taken. Raises UsageError at once for fewer problems than cases.
+    for SHORT; without any, short documents are taken. `one_template`: all behind the same two roles. Raises UsageError at
+    once for fewer problems than cases.
     """
     if scenario is Scenario.SHORT and problems:
         if len(problems) < count:
@@ -125,7 +127,7 @@ def cases(
     else:
         texts = list(_texts(runner, scenario, count, held_out))
     builder = _Builder(runner, tokens)
-    return (builder.case(scenario, number, each) for number, each in texts)
+    return (builder.case(scenario, 0 if one_template else number, each) for number, each in texts)
 
 
 def copy_donor(runner: ModelRunner, token_ids: TokenIds, cache: KVCache) -> DonorCopy:

@@ -34,6 +34,7 @@ from kvcomm_p2p.reuse.foresight import token_features
 from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_choice import choose
+from kvcomm_p2p.reuse.recall import CORRECTED_SHARE_MIN
 from kvcomm_p2p.reuse.replan import widened
 from kvcomm_p2p.reuse.shifting import plan_shift
 
@@ -133,7 +134,24 @@ class Laboratory:
 
     def carried_out(self, case: Case, plan: Plan, *, wrong_blocks: bool = False) -> Outcome:
         """Any plan over the case's runs."""
-        cache = self.aligned(case, wrong_blocks=wrong_blocks)
+        return self._carried_out(case, plan, self.aligned(case, wrong_blocks=wrong_blocks))
+
+    def corrected(self, case: Case, plan: Plan, memory: Sequence[Deviation]) -> Outcome | None:
+        """A plan over the case's runs, its reused tokens corrected by the nearest of these deviations; None where an agent would
+        recompute a run because too little of it is like any of them."""
+        cache = self.aligned(case)
+        for number in range(1, len(plan.runs) + 1):
+            spans = [span for span in plan.spans if span.run == number and span.kind is SpanKind.REUSE and span.donor]
+            near = 0
+            for span in spans:
+                rows = slice(span.start, span.end)
+                keys, values = cache.keys[:, 0, :, rows], cache.values[:, 0, :, rows]
+                near += int(nearest_tokens(keys, values, span.start, memory, self._runner.spec.rotary).corrected.sum())
+            if near < CORRECTED_SHARE_MIN * sum(span.tokens for span in spans):
+                return None
+        return self._carried_out(case, plan, cache)
+
+    def _carried_out(self, case: Case, plan: Plan, cache: KVCache) -> Outcome:
         positions = recompute_positions(plan)
         interpolate(cache, plan, self._runner.spec.rotary)
         shift = plan_shift(plan, self._runner.spec.rotary, cache.keys.device)
@@ -193,22 +211,26 @@ class Laboratory:
         """Keep the case's true deviations for later cases, as a node keeps them of prompts that it prefilled in full; and teach
         those of some tokens, as a guard sees them."""
         self._teach(case)
-        cache, spec = self.aligned(case), self._runner.spec
-        for run in case.runs:
-            for piece in run.pieces:
-                rows = slice(piece.prompt_start, piece.prompt_end)
-                self._memory.append(
-                    observe(
-                        (cache.keys[:, 0, :, rows], cache.values[:, 0, :, rows]),
-                        (case.cache.keys[:, 0, :, rows], case.cache.values[:, 0, :, rows]),
-                        piece.prompt_start,
-                        spec.rotary,
-                        model_id=spec.model_id,
-                        edge=b"",
-                        visibility=Visibility.PUBLIC,
-                    )
-                )
+        self._memory += self.deviations(case)
         del self._memory[: -self.MEMORY_MAX]
+
+    def deviations(self, case: Case) -> list[Deviation]:
+        """By what each piece of the case's runs is off where it was moved to."""
+        cache, spec = self.aligned(case), self._runner.spec
+        pieces = [piece for run in case.runs for piece in run.pieces]
+        rows = [slice(piece.prompt_start, piece.prompt_end) for piece in pieces]
+        return [
+            observe(
+                (cache.keys[:, 0, :, each], cache.values[:, 0, :, each]),
+                (case.cache.keys[:, 0, :, each], case.cache.values[:, 0, :, each]),
+                each.start,
+                spec.rotary,
+                model_id=spec.model_id,
+                edge=b"",
+                visibility=Visibility.PUBLIC,
+            )
+            for each in rows
+        ]
 
     def _predicted(self, case: Case, budgets: Sequence[int]) -> Rows:
         """In few contiguous spans of each run, as the engine would choose them."""
