@@ -21,7 +21,7 @@ from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import blocks_needed, exact_until, span_hops
 from kvcomm_p2p.planning.types import Plan, Provenance, Rejected, Run, Span, SpanKind
-from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX, BlockKey, Visibility
+from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
 from kvcomm_p2p.reuse.align import align_span
 from kvcomm_p2p.reuse.deviations import DeviationMemory, observe, strictest
 from kvcomm_p2p.reuse.publish import filled_marks
@@ -128,8 +128,9 @@ class Learner:
 def lessons(plan: Plan, kinds: Container[Provenance], run_tokens_min: int) -> list[Lesson]:
     """What the plan's unused runs of these kinds can teach, at most LEARNED_TOKENS_MAX tokens, each position once.
 
-    Only rows whose prefix is wholly exact are what full prefill would have given. Runs shorter than `run_tokens_min` come
-    first.
+    Only rows whose prefix is wholly exact are what full prefill would have given, and only from exact copies is learned:
+    what a repaired one teaches would be one more repair behind whatever it corrects. Runs shorter than `run_tokens_min`
+    come first.
     """
     until = exact_until(plan)
     taken: list[Span] = []
@@ -147,7 +148,7 @@ def lessons(plan: Plan, kinds: Container[Provenance], run_tokens_min: int) -> li
             and piece.prompt_start > 0
             and rejected.run.provenance in kinds
             and not repeated
-            and span_hops(span) <= HOPS_PUBLISHED_MAX
+            and span_hops(span) == 0
         ):
             taken.append(span)
             found.append(Lesson(span, rejected.run.edge))

@@ -73,7 +73,7 @@ def test_every_piece_is_a_lesson_and_short_runs_come_first() -> None:
     "item",
     [
         rejected(0, 40),  # position 0 is like no other
-        rejected(10, 40, hops=2),
+        rejected(10, 40, hops=1),  # a repaired copy
         rejected(10, 40, kind=Provenance.BARE),
         rejected(10, 7),
         Rejected(10, 50, rejected(10, 40).holder, Miss(MissReason.COST)),
@@ -109,7 +109,7 @@ def test_only_wholly_exact_rows_are_truth(plan: Plan, data: st.DataObject) -> No
         rows = set(range(each.span.start, each.span.end))
         assert max(rows) < exact_until(plan) and not rows & taken
         taken |= rows
-        assert span_hops(each.span) <= 1
+        assert span_hops(each.span) == 0
         (source,) = [item for item in items if item.run is not None and item.run.donor is each.span.donor]
         assert source.run is not None
         assert any(
