@@ -29,6 +29,10 @@ def calibrate(
         Path | None,
         typer.Option("--save-to", metavar="PATH", help="Write the profile here [default: where nodes look for it]."),
     ] = None,
+    gsm8k: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Measure short runs on a gsm8k.jsonl [default: short documents]."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results object on stdout.")] = False,
 ) -> None:
     """Measure how far repaired reuse is from full prefill on a model, so that its nodes may use it. Takes minutes."""
@@ -39,7 +43,7 @@ def calibrate(
 
     runner = ModelRunner.load(model or DEFAULT_MODEL, cache_dir=cache_dir)
     found_at = profile_path(runner, cache_dir)
-    options = {"prompts": prompts, "tokens": tokens}
+    options = {"prompts": prompts, "tokens": tokens, "gsm8k": gsm8k}
     given = {name: value for name, value in options.items() if value is not None}
     result = run(stderr(), model=runner, save_to=save_to or found_at, **given)
     if as_json:

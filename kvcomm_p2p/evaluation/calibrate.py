@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvcomm_p2p.errors import ConfigError, KVCommError, UsageError
 from kvcomm_p2p.evaluation.calibrate_short import judge_short, measure_short, rows_short
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Case, Scenario, cases
+from kvcomm_p2p.evaluation.documents import load_gsm8k
 from kvcomm_p2p.evaluation.methods import Laboratory, Outcome, plan_of
 from kvcomm_p2p.evaluation.metrics import interval95
 from kvcomm_p2p.evaluation.progress import stepping
@@ -89,22 +90,24 @@ def run(
     prompts: int = PROMPTS,
     tokens: int = 24,
     save_to: Path | None = None,
+    gsm8k: Path | None = None,
 ) -> Result:
     """Measures on `prompts` prompts of each kind, compared over `tokens` greedy tokens each, writes the profile to `save_to`
     (default: `profile_path` in the user's cache) and returns what was measured. About a quarter of an hour for a small model
-    on two cores.
+    on two cores. `gsm8k`: problems and solutions, on which short runs are measured instead of on short documents.
 
-    Raises ModelError; ConfigError where nothing can be written; UsageError for a model whose keys cannot be moved;
-    KVCommError, writing nothing, when reuse does not keep any budget on this model or the guard could not tell wrong blocks
-    from good.
+    Raises ModelError; ConfigError where nothing can be written, or for problems that cannot be read; UsageError for a model
+    whose keys cannot be moved; KVCommError, writing nothing, when reuse does not keep any budget on this model or the guard
+    could not tell wrong blocks from good.
     """
     cache_dir = Settings.from_env().cache_dir
     runner = model if isinstance(model, ModelRunner) else ModelRunner.load(model, cache_dir=cache_dir)
     path = save_to or profile_path(runner, cache_dir)
     _refuse_unwritable(path)
+    problems = load_gsm8k(gsm8k) if gsm8k is not None else ()
     samples, wrong = measure(runner, console, prompts=prompts, tokens=tokens)
     profile = judge(samples, wrong, runner.spec.name)
-    short = measure_short(runner, console, prompts=prompts, tokens=tokens)
+    short = measure_short(runner, console, prompts=prompts, tokens=tokens, problems=problems)
     profile = replace(profile, short=judge_short(short))
     save_profile(runner.spec.model_id, profile, path)
     return Result("calibrate", [*rows(samples, wrong, profile), *rows_short(short)], 0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcomm_p2p.evaluation.cases import BLOCKS_TOKENS, LENGTH_MIN, Case, Scenario, cases
+from kvcomm_p2p.evaluation.documents import Problem
 from kvcomm_p2p.evaluation.methods import Laboratory, plan_of
 from kvcomm_p2p.evaluation.metrics import interval95
 from kvcomm_p2p.evaluation.progress import stepping
@@ -48,9 +49,15 @@ class ShortSample:
 
 
 def measure_short(
-    runner: ModelRunner, console: Console | None = None, *, prompts: int, tokens: int = 24
+    runner: ModelRunner,
+    console: Console | None = None,
+    *,
+    prompts: int,
+    tokens: int = 24,
+    problems: Sequence[Problem] = (),
 ) -> list[ShortSample]:
     """On `prompts` prompts, compared over `tokens` greedy tokens each, after as many more as it takes to remember enough.
+    `problems`: as for `cases`; they are taken as far as they go.
 
     What is too unlike what is remembered is not counted: an agent recomputes it.
     """
@@ -58,8 +65,11 @@ def measure_short(
     memory: list[Deviation] = []
     found: list[ShortSample] = []
     count = prompts + -(-MEMORY_TOKENS_MIN // min(BLOCKS_TOKENS))
+    if problems:
+        count = min(count, len(problems))
+    short_cases = cases(runner, Scenario.SHORT, count, tokens=tokens, problems=problems, one_template=True)
     with stepping(console, "calibrate", count) as step:
-        for case in cases(runner, Scenario.SHORT, count, tokens=tokens, one_template=True):
+        for case in short_cases:
             short = short_runs(case)
             if short is not None:
                 if len(found) < prompts and sum(each.tokens for each in memory) >= MEMORY_TOKENS_MIN:

@@ -17,6 +17,7 @@ from kvcomm_p2p.evaluation.calibrate_short import (
     short_runs,
 )
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Scenario, cases
+from kvcomm_p2p.evaluation.documents import Problem
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.types import Provenance
 
@@ -71,6 +72,8 @@ def test_memory_is_that_of_earlier_prompts_of_the_same_templates(
     monkeypatch.setattr("kvcomm_p2p.evaluation.methods.CORRECTED_SHARE_MIN", 0.1)
     found = measure_short(word_runner, prompts=2, tokens=3)
     assert len(found) == 2
+    few = [Problem("How many boats are there?", "Two boats, and two more, are four boats.")] * 3
+    assert measure_short(word_runner, prompts=2, tokens=3, problems=few) == [], "too few to remember enough"
     for sample in found:
         assert 0 < sample.share < 0.5 and np.isfinite([sample.kl, sample.kl_moved]).all()
     alike = list(cases(word_runner, Scenario.SHORT, 3, tokens=1, one_template=True))
