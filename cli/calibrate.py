@@ -43,9 +43,9 @@ def calibrate(
 
     runner = ModelRunner.load(model or DEFAULT_MODEL, cache_dir=cache_dir)
     found_at = profile_path(runner, cache_dir)
-    options = {"prompts": prompts, "tokens": tokens, "gsm8k": gsm8k}
+    options = {"prompts": prompts, "tokens": tokens}
     given = {name: value for name, value in options.items() if value is not None}
-    result = run(stderr(), model=runner, save_to=save_to or found_at, **given)
+    result = run(stderr(), model=runner, save_to=save_to or found_at, gsm8k=gsm8k, **given)
     if as_json:
         write_text(result.to_json() + "\n")
     else:
