@@ -100,7 +100,7 @@ def play(history: Sequence[Fill] | random.Random) -> World:
 @settings(deadline=None, derandomize=True, max_examples=25, phases=[Phase.generate])
 @given(st.randoms(use_true_random=False))
 def test_nothing_leaks(chances: random.Random) -> None:
-    play(chances)
+    assert play(chances).nodes
 
 
 def test_histories_hold_everything_that_can_happen() -> None:
