@@ -25,10 +25,10 @@ from kvcomm_p2p.model.profiles import save_profile
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.spec import Profile
 from kvcomm_p2p.planning.divergence import Symptoms, fit_divergence
-from kvcomm_p2p.planning.plan import KL_MAX, KL_TARGET
+from kvcomm_p2p.planning.plan import KL_MAX
 from kvcomm_p2p.planning.repairs import repaired_tokens
 from kvcomm_p2p.planning.types import Mode, Provenance, Repair, ReuseRules
-from kvcomm_p2p.reuse.engine import GUARD_PROBES, INTERPOLATED_TOKENS
+from kvcomm_p2p.reuse.rules import GUARD_PROBES
 from kvcomm_p2p.settings import Settings
 
 if TYPE_CHECKING:
@@ -116,22 +116,6 @@ def run(
 def profile_path(runner: ModelRunner, cache_dir: Path) -> Path:
     """Where nodes with this cache folder look for the model's profile."""
     return cache_dir / "profiles" / f"{runner.spec.model_id.hex()}.json"
-
-
-def profile_rules(profile: Profile | None, mode: Mode) -> ReuseRules | None:
-    """What the engine may do in BALANCED or FAST mode; None without a profile."""
-    if profile is None:
-        return None
-    return ReuseRules(
-        approximate=True,
-        reason="",
-        run_tokens_min=profile.run_tokens_min,
-        repairs=profile.repairs,
-        kl_target=KL_TARGET[mode],
-        kl_max=KL_MAX[mode],
-        guard_probes=GUARD_PROBES,
-        interpolated_tokens=INTERPOLATED_TOKENS if mode is Mode.FAST else 0,
-    )
 
 
 def measure(

@@ -21,8 +21,8 @@ from kvcomm_p2p.evaluation.results import Row
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.types import Provenance, Repair, ReuseRules
 from kvcomm_p2p.reuse.deviations import Deviation
-from kvcomm_p2p.reuse.engine import GUARD_PROBES
 from kvcomm_p2p.reuse.recall import MEMORY_TOKENS_MIN
+from kvcomm_p2p.reuse.rules import GUARD_PROBES
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.evaluation.calibrate import profile_rules
 from kvcomm_p2p.evaluation.cases import Scenario, cases
 from kvcomm_p2p.evaluation.methods import Guarded, Laboratory
 from kvcomm_p2p.evaluation.progress import stepping
@@ -22,6 +21,7 @@ from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.reuse.guard import Verdict
+from kvcomm_p2p.reuse.rules import profile_rules
 from kvcomm_p2p.settings import Settings
 
 if TYPE_CHECKING:

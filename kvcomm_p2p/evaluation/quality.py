@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.evaluation.calibrate import profile_rules
 from kvcomm_p2p.evaluation.cases import Case, Scenario, cases
 from kvcomm_p2p.evaluation.documents import load_gsm8k
 from kvcomm_p2p.evaluation.methods import Laboratory, Outcome, plan_of
@@ -22,6 +21,7 @@ from kvcomm_p2p.evaluation.progress import stepping
 from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.types import Mode, Repair, ReuseRules
+from kvcomm_p2p.reuse.rules import profile_rules
 from kvcomm_p2p.settings import Settings
 
 if TYPE_CHECKING:

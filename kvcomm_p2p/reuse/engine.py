@@ -21,7 +21,7 @@ from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
-from kvcomm_p2p.planning.plan import APPROXIMATE, KL_MAX, KL_TARGET, make_plan
+from kvcomm_p2p.planning.plan import APPROXIMATE, make_plan
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, SpanKind
@@ -37,13 +37,8 @@ from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.recall import Recall, Recalled
 from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
+from kvcomm_p2p.reuse.rules import profile_rules
 from kvcomm_p2p.reuse.shifting import plan_shift
-
-GUARD_PROBES = 6
-"""Tokens recomputed inside every reused run, besides its head, for the guard: what they show is what is left of the error."""
-
-INTERPOLATED_TOKENS = 3
-"""In fast mode, holes of up to so many tokens inside a run are interpolated."""
 
 T = TypeVar("T")
 
@@ -125,21 +120,11 @@ class ReuseEngine:
                 f"no measured profile for {spec.name}: only exact prefixes are reused (kvcomm calibrate {spec.name} "
                 "measures one)"
             )
-        if reason or spec.profile is None or mode not in APPROXIMATE:
+        measured = profile_rules(spec.profile, mode) if mode in APPROXIMATE else None
+        if reason or measured is None:
             return ReuseRules(approximate=False, reason=reason)
         short, short_from = self._recall.short(visibility) if self._recall is not None else ({}, {})
-        return ReuseRules(
-            approximate=True,
-            reason="",
-            run_tokens_min=spec.profile.run_tokens_min,
-            repairs=spec.profile.repairs,
-            kl_target=KL_TARGET[mode],
-            kl_max=KL_MAX[mode],
-            guard_probes=GUARD_PROBES,
-            interpolated_tokens=INTERPOLATED_TOKENS if mode is Mode.FAST else 0,
-            short=short,
-            short_from=short_from,
-        )
+        return replace(measured, short=short, short_from=short_from)
 
     async def fill(
         self,

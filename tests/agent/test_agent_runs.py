@@ -31,7 +31,8 @@ from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.plan import KL_MAX
 from kvcomm_p2p.planning.spans import probe_positions
 from kvcomm_p2p.planning.types import Mode, SpanKind
-from kvcomm_p2p.reuse.engine import GUARD_PROBES, Filled
+from kvcomm_p2p.reuse.engine import Filled
+from kvcomm_p2p.reuse.rules import GUARD_PROBES
 
 MakeAgent = Callable[..., Agent]
 

@@ -27,7 +27,6 @@ from kvcomm_p2p.evaluation.calibrate import (
     judge,
     measure,
     profile_path,
-    profile_rules,
     rows,
 )
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Scenario
@@ -37,6 +36,7 @@ from kvcomm_p2p.model.profiles import load_profile
 from kvcomm_p2p.planning.divergence import Symptoms
 from kvcomm_p2p.planning.plan import KL_MAX, KL_TARGET
 from kvcomm_p2p.planning.types import Mode, Provenance, Repair
+from kvcomm_p2p.reuse.rules import profile_rules
 
 WRONG = [Symptoms(head=1.2, body=1.1, entropy=2.0)] * 3
 SHARE = 0.8
