@@ -27,10 +27,11 @@ from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.rotary import LayerKV
 from kvcomm_p2p.model.runner import ModelRunner
-from kvcomm_p2p.model.spec import RotaryGeometry
+from kvcomm_p2p.model.spec import Profile, RotaryGeometry
 from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.divergence import DivergenceFit
 from kvcomm_p2p.planning.plan import make_plan
-from kvcomm_p2p.planning.types import Costs, Donor, Mode, ReuseRules, Span, SpanKind
+from kvcomm_p2p.planning.types import Costs, Donor, Mode, Provenance, Repair, ReuseRules, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, KVLayout, Visibility
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, SequenceId
 from kvcomm_p2p.reuse.align import align_span
@@ -348,9 +349,12 @@ def test_what_cannot_be_moved_is_never_approximated(kind: Kind) -> None:
     assert found[0] is SpanKind.EXACT and SpanKind.REUSE not in found and SpanKind.CONTINUED not in found
 
 
+ANYTHING_GOES = DivergenceFit(intercept=-20.0, body=0.0, head=0.0, entropy=0.0, spread=0.1, prompts=1)
+
+
 def engine_rules(run: ModelRunner) -> ReuseRules:
     nothing: Any = None
-    profile: Any = object()
+    profile = Profile(1, {each: (Repair(1),) for each in Provenance}, ANYTHING_GOES, "anything goes")
     profiled = ModelRunner(run.model, None, replace(run.spec, profile=profile), run._call)
     costs = CostTracker(Costs(1e-3, 1e-4, 1e-9, 1e-3, 1e9, 1e9, 1))
     return ReuseEngine(profiled, nothing, nothing, costs, nothing, lambda node_id: "peer", b"key").rules(Mode.BALANCED)
