@@ -10,23 +10,18 @@ from kvcomm_p2p.protocol.anchors import Miss, MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.events import Effect, FinishJoin, JoinRequested, ReportPeer, SendMessage
-from kvcomm_p2p.protocol.gossip import Known, Replicas
+from kvcomm_p2p.protocol.exchange import Exchange
+from kvcomm_p2p.protocol.gossip import Replicas
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange, PeerState
 from kvcomm_p2p.protocol.messages import (
-    COUNTER_MAX,
     PROTOCOL_VERSION,
-    Ack,
     Bye,
-    DigestEntry,
     Hello,
     MemberRecord,
     Message,
-    OriginDelta,
     Refused,
     RefusedReason,
-    Syn,
-    SynAck,
     Welcome,
 )
 from kvcomm_p2p.protocol.pool import PoolChange, is_shared
@@ -71,8 +66,7 @@ class Community:
         self.directory = Directory(me.node_id)
         self.gone: list[NodeId] = []
         self.forgotten: list[NodeId] = []
-        self.unknown_senders = 0
-        self._heartbeat = 1
+        self.exchange = Exchange(config, me, self.members, self.replicas, self.directory, self._carry_out)
         self._join: _Join | None = None
         self._seeds: tuple[str, ...] = ()
         self._round_at = now + rng.random() * config.gossip_interval_s
@@ -192,7 +186,7 @@ class Community:
         join, self._join = self._join, None
         if join is not None and not join.answered:
             effects.append(FinishJoin(len(self.members)))
-        peer = self._introduced(sender)
+        peer = self.members.introduced(sender)
         if peer is not None and peer.state is not PeerState.LEFT:
             effects.append(self._contact(peer))
         return effects
@@ -210,30 +204,9 @@ class Community:
     def bye(self, sender: NodeId, message: Bye, now: float) -> list[Effect]:
         return self._carry_out(self.members.leave(sender, message.epoch, now))
 
-    def syn(self, sender: NodeId, message: Syn, now: float) -> list[Effect]:
-        effects = self._read_digest(sender, message.digest, now)
-        peer = self._reachable(sender)
-        if peer is None:
-            return effects
-        known = self._known()
-        deltas = self._deltas(known, message.digest)
-        return [*effects, self._to(peer, SynAck(self.replicas.digest(known), deltas))]
-
-    def syn_ack(self, sender: NodeId, message: SynAck, now: float) -> list[Effect]:
-        effects = self._read_digest(sender, message.digest, now)
-        effects += self._apply(message.deltas, now)
-        peer = self._reachable(sender)
-        if peer is None:
-            return effects
-        deltas = self._deltas(self._known(), message.digest)
-        return [*effects, self._to(peer, Ack(deltas))] if deltas else effects
-
-    def ack(self, message: Ack, now: float) -> list[Effect]:
-        return self._apply(message.deltas, now)
-
     def _round(self, now: float) -> list[Effect]:
         self._round_at = now + self._config.gossip_interval_s * (0.9 + 0.2 * self._rng.random())
-        self._heartbeat += 1
+        self.exchange.beat()
         self.replicas.collect(now, self._config.tombstone_s)
         effects = self._carry_out(self.members.tick(now))
         alive = self.members.alive()
@@ -258,9 +231,7 @@ class Community:
 
     def _contact(self, peer: Peer) -> Effect:
         """A round of gossip, or first an introduction if it may not know our address."""
-        if peer.introduced:
-            return self._to(peer, Syn(self.replicas.digest(self._known())))
-        return self.introduction(peer)
+        return self.exchange.begin(peer) if peer.introduced else self.introduction(peer)
 
     def introduction(self, peer: Peer) -> SendMessage:
         """To be sent before a question to a peer that may not know us: it could not answer."""
@@ -277,62 +248,6 @@ class Community:
             return []
         self._join.answered = True
         return [FinishJoin(Miss(MissReason.UNREACHABLE, detail))]
-
-    def _known(self) -> list[Known]:
-        """Everybody we know of, this node among them, ascending by id."""
-        known = [Known(self._me, self._heartbeat, True)]
-        known += [Known(peer.record, peer.heartbeat, peer.state is not PeerState.LEFT) for peer in self.members]
-        known.sort(key=lambda item: item.member.node_id)
-        return known
-
-    def _deltas(self, known: list[Known], digest: tuple[DigestEntry, ...]) -> tuple[OriginDelta, ...]:
-        me, members = self._me.node_id, self.members
-        living = [item for item in known if item.member.node_id == me or members.is_alive(item.member.node_id)]
-        return self.replicas.deltas(living, digest, self._config.delta_bytes_max)
-
-    def _read_digest(self, sender: NodeId, digest: tuple[DigestEntry, ...], now: float) -> list[Effect]:
-        changes: list[PeerChange] = []
-        for entry in digest:
-            if entry.node_id == self._me.node_id:
-                self._introduced(sender)
-                if self._heartbeat < entry.heartbeat < COUNTER_MAX // 2 and entry.epoch == self._me.epoch:
-                    self._heartbeat = entry.heartbeat + 1  # somebody claims to have heard more of us: stay above it
-                continue
-            changes += self.members.hear(entry.node_id, entry.epoch, entry.heartbeat, now)
-            self.replicas.learn_floor(entry)
-        return self._carry_out(changes)
-
-    def _apply(self, deltas: tuple[OriginDelta, ...], now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for delta in deltas:
-            effects += self._carry_out(self.members.learn(delta.member, delta.heartbeat, now))
-            origin = delta.member.node_id
-            peer = self.members.get(origin)
-            if peer is None or peer.state is PeerState.LEFT or peer.record.epoch != delta.member.epoch:
-                continue
-            change = self.replicas.apply(delta)
-            if change is None:
-                continue
-            if change.reset:
-                self.directory.remove_holder(origin)
-            for meta in change.put:
-                self.directory.add(origin, meta)
-            for anchor_id in change.deleted:
-                self.directory.remove(origin, anchor_id)
-        return effects
-
-    def _introduced(self, sender: NodeId) -> Peer | None:
-        peer = self.members.get(sender)
-        if peer is not None:
-            peer.introduced = True
-        return peer
-
-    def _reachable(self, sender: NodeId) -> Peer | None:
-        """The peer to answer, if it is alive; an expired one whose heartbeat is no news stays unanswered."""
-        peer = self.members.get(sender)
-        if peer is None:
-            self.unknown_senders += 1
-        return peer if peer is not None and peer.state is PeerState.ALIVE else None
 
     def _carry_out(self, changes: list[PeerChange]) -> list[Effect]:
         effects: list[Effect] = []

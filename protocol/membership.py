@@ -68,6 +68,13 @@ class Membership:
         peer = self._peers.get(node_id)
         return peer is not None and peer.state is PeerState.ALIVE
 
+    def introduced(self, node_id: NodeId) -> Peer | None:
+        """It has shown that it knows us."""
+        peer = self._peers.get(node_id)
+        if peer is not None:
+            peer.introduced = True
+        return peer
+
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
 

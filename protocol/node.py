@@ -149,9 +149,9 @@ class Node:
             Welcome: self._community.welcome,
             Refused: lambda sender, message, now: self._community.refused(sender, message),
             Bye: self._community.bye,
-            Syn: self._community.syn,
-            SynAck: self._community.syn_ack,
-            Ack: lambda sender, message, now: self._community.ack(message, now),
+            Syn: self._community.exchange.syn,
+            SynAck: self._community.exchange.syn_ack,
+            Ack: lambda sender, message, now: self._community.exchange.ack(message, now),
             GetTokens: self._on_get_tokens,
             Tokens: lambda sender, message, now: self._tokens.answered(sender, message),
             NoTokens: lambda sender, message, now: self._tokens.answered(sender, message),
@@ -220,7 +220,7 @@ class Node:
             received_bytes=self._pulls.received_bytes,
             sent_bytes=self._uploads.sent_bytes,
             violations=self._violations,
-            unknown_senders=self._community.unknown_senders,
+            unknown_senders=self._community.exchange.unknown_senders,
             unasked_chunks=self._pulls.unasked_chunks,
             busy=self._uploads.busy,
             rejected_anchors=self._rejected,
@@ -322,7 +322,7 @@ class Node:
     def _on_get_tokens(self, sender: NodeId, message: GetTokens, now: float) -> list[Effect]:
         peer = self._members.get(sender)
         if peer is None or peer.state is PeerState.LEFT:
-            self._community.unknown_senders += 1
+            self._community.exchange.unknown_senders += 1
             return []
         answer = self._uploads.tokens_for(sender, message)
         return [SendMessage(sender, peer.record.control, answer)]

@@ -16,7 +16,7 @@ from kvcomm_p2p.net.transport import FRAME_BYTES_MAX
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.protocol.anchors import HeldAnchor, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import Chunk, Hello, MemberRecord, Message, Pull, Tokens, Welcome
+from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, Chunk, Hello, MemberRecord, Message, Pull, Tokens, Welcome
 from kvcomm_p2p.protocol.wire import HEADER_BYTES, WireError, decode, encode
 
 BLOCK_BYTES = 1 << 16
@@ -127,7 +127,10 @@ def test_sealed_nonsense(pair: Pair, dealer: Callable[[str], zmq.Socket[bytes]])
     """A peer with the right key that talks rubbish: mutated frames of real messages."""
     rng = random.Random(3)
     sealer = Sealer(KEYS.seal)
-    frame = encode(NodeId(b"n" * 16), Hello(1, 1, bytes(16), member(b"n" * 16, "127.0.0.1:1", "127.0.0.1:1")))
+    frame = encode(
+        NodeId(b"n" * 16),
+        Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, bytes(16), member(b"n" * 16, "127.0.0.1:1", "127.0.0.1:1")),
+    )
     undecodable = 0
     for address in pair.addresses:
         peer = dealer(address)

@@ -97,7 +97,10 @@ def test_groups_private_anchors_and_the_departed_are_not_found() -> None:
 
 def test_own_private_and_worn_anchors_are_found_here_and_not_told() -> None:
     node = make_node(0)
-    node.handle(ev.MessageReceived(record(1).node_id, m.Hello(1, 1, bytes(16), record(1))), 0.0)
+    node.handle(
+        ev.MessageReceived(record(1).node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), record(1))),
+        0.0,
+    )
     private = meta("private", visibility=Visibility.PRIVATE)
     worn = meta("worn", hops=2, chain_end=ChainHash(b""))
     node.handle(ev.AnchorsPublished((held(private), held(worn))), 0.0)

@@ -19,7 +19,10 @@ def states(node: Node) -> dict[str, str]:
 
 
 def hello(
-    member: m.MemberRecord, cluster_id: bytes = bytes(16), oldest: int = 1, newest: int = 1
+    member: m.MemberRecord,
+    cluster_id: bytes = bytes(16),
+    oldest: int = m.PROTOCOL_VERSION,
+    newest: int = m.PROTOCOL_VERSION,
 ) -> ev.MessageReceived:
     return ev.MessageReceived(member.node_id, m.Hello(oldest, newest, cluster_id, member))
 
@@ -75,7 +78,7 @@ def test_other_cluster_version_and_taken_name_are_refused() -> None:
     node.handle(hello(FRIEND), 0.0)
     cases = [
         (hello(record(2), cluster_id=b"x" * 16), m.RefusedReason.WRONG_CLUSTER),
-        (hello(record(2), oldest=2, newest=3), m.RefusedReason.WRONG_VERSION),
+        (hello(record(2), oldest=m.PROTOCOL_VERSION + 1, newest=m.PROTOCOL_VERSION + 2), m.RefusedReason.WRONG_VERSION),
         (hello(record(2, name="node1")), m.RefusedReason.NAME_TAKEN),
         (hello(record(2, name="node0")), m.RefusedReason.NAME_TAKEN),
     ]
@@ -117,7 +120,9 @@ def test_two_live_nodes_with_one_name_are_reported_once() -> None:
 def test_hello_in_the_name_of_somebody_else_is_a_violation() -> None:
     node = make_node(0)
     node.handle(hello(FRIEND), 0.0)
-    effects = node.handle(ev.MessageReceived(FRIEND.node_id, m.Hello(1, 1, bytes(16), record(2))), 0.1)
+    effects = node.handle(
+        ev.MessageReceived(FRIEND.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), record(2))), 0.1
+    )
     assert changes(effects) == ["violation"]
     assert node.stats().violations == 1 and len(node.peers()) == 1
 

@@ -26,7 +26,9 @@ def puller(config: NodeConfig | None = None) -> Node:
     """A node that knows PEER and OTHER, at time 0."""
     node = make_node(0, config=config)
     for peer in (PEER, OTHER):
-        node.handle(ev.MessageReceived(peer.node_id, m.Hello(1, 1, bytes(16), peer)), 0.0)
+        node.handle(
+            ev.MessageReceived(peer.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), peer)), 0.0
+        )
     return node
 
 
@@ -428,7 +430,9 @@ def test_unknown_forbidden_and_missized_blocks_look_the_same() -> None:
     private = meta("private", visibility=Visibility.PRIVATE)
     node = holder(None, secret, private, DOC)
     member = record(7, groups=(tag,))
-    node.handle(ev.MessageReceived(member.node_id, m.Hello(1, 1, bytes(16), member)), 0.5)
+    node.handle(
+        ev.MessageReceived(member.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), member)), 0.5
+    )
     answers = {
         name: [(failed.ordinal, failed.reason) for failed in sent(node.handle(event, 1.0), m.PullFailed)]
         for name, event in {

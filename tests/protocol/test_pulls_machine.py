@@ -36,7 +36,7 @@ class PullMachine(RuleBasedStateMachine):
         self.heartbeat = 1
         self.left = False
         for peer in PEERS:
-            self.do(ev.MessageReceived(peer.node_id, m.Hello(1, 1, bytes(16), peer)))
+            self.do(ev.MessageReceived(peer.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), peer)))
 
     def do(self, event: ev.Event) -> None:
         for effect in self.node.handle(event, self.now):

@@ -30,7 +30,7 @@ BEHIND = {"chain_start": ChainHash(b"C" * 16), "content": 2**64 - 1, "context_fi
 LATER_PUT = m.Put.of(8, meta("golden", start=512, **BEHIND))
 
 SAMPLES: dict[str, m.Message] = {
-    "hello": m.Hello(1, 1, b"c" * 16, MEMBER),
+    "hello": m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, b"c" * 16, MEMBER),
     "welcome": m.Welcome(MEMBER, (record(2),)),
     "refused": m.Refused(m.RefusedReason.NAME_TAKEN, "taken"),
     "bye": m.Bye(3),

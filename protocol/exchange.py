@@ -1,0 +1,130 @@
+"""Gossip between two nodes: one tells what it knows, the other answers with what is news, and gets the same back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.directory import Directory
+from kvcomm_p2p.protocol.events import Effect, SendMessage
+from kvcomm_p2p.protocol.gossip import Known, Replicas
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange, PeerState
+from kvcomm_p2p.protocol.messages import (
+    COUNTER_MAX,
+    Ack,
+    DigestEntry,
+    MemberRecord,
+    Message,
+    OriginDelta,
+    Syn,
+    SynAck,
+)
+
+
+class Exchange:
+    """Keeps the replicated logs, and what they say about the directory, in step with peers.
+
+    `carry_out` turns changes of membership into effects and takes their consequences.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        me: MemberRecord,
+        members: Membership,
+        replicas: Replicas,
+        directory: Directory,
+        carry_out: Callable[[list[PeerChange]], list[Effect]],
+    ) -> None:
+        self._config = config
+        self._me = me
+        self._members = members
+        self._replicas = replicas
+        self._directory = directory
+        self._carry_out = carry_out
+        self._heartbeat = 1
+        self.unknown_senders = 0
+
+    def beat(self) -> None:
+        """Once per gossip round: count our own heartbeat up."""
+        self._heartbeat += 1
+
+    def begin(self, peer: Peer) -> SendMessage:
+        """The first leg."""
+        return _to(peer, Syn(self._replicas.digest(self._known())))
+
+    def syn(self, sender: NodeId, message: Syn, now: float) -> list[Effect]:
+        effects = self._read_digest(sender, message.digest, now)
+        peer = self._reachable(sender)
+        if peer is None:
+            return effects
+        known = self._known()
+        deltas = self._deltas(known, message.digest)
+        return [*effects, _to(peer, SynAck(self._replicas.digest(known), deltas))]
+
+    def syn_ack(self, sender: NodeId, message: SynAck, now: float) -> list[Effect]:
+        effects = self._read_digest(sender, message.digest, now)
+        effects += self._apply(message.deltas, now)
+        peer = self._reachable(sender)
+        if peer is None:
+            return effects
+        deltas = self._deltas(self._known(), message.digest)
+        return [*effects, _to(peer, Ack(deltas))] if deltas else effects
+
+    def ack(self, message: Ack, now: float) -> list[Effect]:
+        return self._apply(message.deltas, now)
+
+    def _known(self) -> list[Known]:
+        """Everybody we know of, this node among them, ascending by id."""
+        known = [Known(self._me, self._heartbeat, True)]
+        known += [Known(peer.record, peer.heartbeat, peer.state is not PeerState.LEFT) for peer in self._members]
+        known.sort(key=lambda item: item.member.node_id)
+        return known
+
+    def _deltas(self, known: list[Known], digest: tuple[DigestEntry, ...]) -> tuple[OriginDelta, ...]:
+        me, members = self._me.node_id, self._members
+        living = [item for item in known if item.member.node_id == me or members.is_alive(item.member.node_id)]
+        return self._replicas.deltas(living, digest, self._config.delta_bytes_max)
+
+    def _read_digest(self, sender: NodeId, digest: tuple[DigestEntry, ...], now: float) -> list[Effect]:
+        changes: list[PeerChange] = []
+        for entry in digest:
+            if entry.node_id == self._me.node_id:
+                self._members.introduced(sender)
+                if self._heartbeat < entry.heartbeat < COUNTER_MAX // 2 and entry.epoch == self._me.epoch:
+                    self._heartbeat = entry.heartbeat + 1  # somebody claims to have heard more of us: stay above it
+                continue
+            changes += self._members.hear(entry.node_id, entry.epoch, entry.heartbeat, now)
+            self._replicas.learn_floor(entry)
+        return self._carry_out(changes)
+
+    def _apply(self, deltas: tuple[OriginDelta, ...], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for delta in deltas:
+            effects += self._carry_out(self._members.learn(delta.member, delta.heartbeat, now))
+            origin = delta.member.node_id
+            peer = self._members.get(origin)
+            if peer is None or peer.state is PeerState.LEFT or peer.record.epoch != delta.member.epoch:
+                continue
+            change = self._replicas.apply(delta)
+            if change is None:
+                continue
+            if change.reset:
+                self._directory.remove_holder(origin)
+            for meta in change.put:
+                self._directory.add(origin, meta)
+            for anchor_id in change.deleted:
+                self._directory.remove(origin, anchor_id)
+        return effects
+
+    def _reachable(self, sender: NodeId) -> Peer | None:
+        """The peer to answer, if it is alive; an expired one whose heartbeat is no news stays unanswered."""
+        peer = self._members.get(sender)
+        if peer is None:
+            self.unknown_senders += 1
+        return peer if peer is not None and peer.state is PeerState.ALIVE else None
+
+
+def _to(peer: Peer, message: Message) -> SendMessage:
+    return SendMessage(peer.node_id, peer.record.control, message)

@@ -1,0 +1,110 @@
+"""Pulling blocks."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Union
+
+from msgspec import Meta, Struct
+
+from kvcomm_p2p.protocol.messages.fields import (
+    BLOCK_BYTES_MAX,
+    PULL_BLOCKS_MAX,
+    REFERRALS_MAX,
+    RETRY_AFTER_S_MAX,
+    AnchorIdField,
+    BlockBytesField,
+    BlockIndexField,
+    CounterField,
+    NodeIdField,
+    OrdinalField,
+    SeqField,
+    require,
+)
+
+
+class Encoding(enum.IntEnum):
+    """How the bytes of pulled blocks travel."""
+
+    RAW = 0
+    INT8 = 1
+
+
+class PullBlock(Struct, frozen=True, array_like=True):
+    """A block to pull and the size that the puller expects. `offset`: its first bytes are there already (an earlier
+    pull was cut off), send the rest.
+    """
+
+    anchor_id: AnchorIdField
+    index: BlockIndexField
+    kv_bytes: BlockBytesField
+    offset: Annotated[int, Meta(ge=0, lt=BLOCK_BYTES_MAX)] = 0
+
+    def __post_init__(self) -> None:
+        require(self.offset < self.kv_bytes, "offset is behind the block")
+
+
+class Pull(Struct, frozen=True, array_like=True, tag=11):
+    """Send me these blocks, in this order. `credit_bytes`: how much may be on the way before I say Credit. `shared`: the
+    holder may hand blocks over in shared memory instead of sending them.
+
+    The block that crosses the limit is still sent whole, so a window smaller than a block cannot lock up.
+    """
+
+    pull_id: CounterField
+    blocks: Annotated[tuple[PullBlock, ...], Meta(min_length=1, max_length=PULL_BLOCKS_MAX)]
+    credit_bytes: SeqField
+    encoding: Encoding = Encoding.RAW
+    shared: bool = False
+
+
+class Credit(Struct, frozen=True, array_like=True, tag=12):
+    """`received` bytes of this pull arrived in all: that many more may follow. Covers everything: the pull is over."""
+
+    pull_id: CounterField
+    received: SeqField
+
+
+class CancelPull(Struct, frozen=True, array_like=True, tag=13):
+    """Stop sending, I am no longer interested."""
+
+    pull_id: CounterField
+
+
+class Chunk(Struct, frozen=True, array_like=True, tag=14):
+    """Header of a bulk frame: bytes [offset, offset + length) of the block at position `ordinal` of the pull follow.
+
+    The driver turns it into `ChunkReceived`; it never reaches a node as a message.
+    """
+
+    pull_id: CounterField
+    ordinal: OrdinalField
+    offset: Annotated[int, Meta(ge=0, lt=BLOCK_BYTES_MAX)]
+    length: BlockBytesField
+
+    def __post_init__(self) -> None:
+        require(self.offset + self.length <= BLOCK_BYTES_MAX, "chunk ends behind the largest block")
+
+
+class PullFailedReason(enum.IntEnum):
+    """Why blocks do not come."""
+
+    NOT_FOUND = 1
+    """Not held, not for you, or not of that size; they look the same."""
+    BUSY = 2
+    """The maximum of uploads is running; the whole pull is refused."""
+    EVICTED = 3
+    """Held when the pull began, gone when it was to be read."""
+
+
+class PullFailed(Struct, frozen=True, array_like=True, tag=15):
+    """The block at position `ordinal` does not come; None: nor does anything else of this pull.
+
+    `retry_after_s` (seconds, 0: no advice) comes with BUSY, and so do `referrals`: peers that got it here lately.
+    """
+
+    pull_id: CounterField
+    ordinal: Union[OrdinalField, None]
+    reason: PullFailedReason
+    retry_after_s: Annotated[float, Meta(ge=0.0, le=RETRY_AFTER_S_MAX)] = 0.0
+    referrals: Annotated[tuple[NodeIdField, ...], Meta(max_length=REFERRALS_MAX)] = ()
