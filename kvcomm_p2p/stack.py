@@ -29,7 +29,7 @@ from kvcomm_p2p.planning.types import Costs, Mode
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord, RefusedReason
-from kvcomm_p2p.protocol.node import Node, PeerView
+from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.reuse.deviations import DeviationMemory
 from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.engine import Filled, ReuseEngine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
@@ -36,7 +35,7 @@ from kvcomm_p2p.protocol.events import (
     TokensRequested,
 )
 from kvcomm_p2p.protocol.flights import PullViolation
-from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.membership import PeerState
 from kvcomm_p2p.protocol.messages import (
@@ -62,49 +61,7 @@ from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
 from kvcomm_p2p.protocol.pulls import Pulls
 from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
 from kvcomm_p2p.protocol.uploads import Uploads
-
-
-@dataclass(frozen=True, slots=True)
-class PeerView:
-    """A peer as this node sees it.
-
-    `state`: "alive", "expired" or "left". `heard_age_s`: seconds since its heartbeat last rose. `penalty_s`: seconds
-    for which it is not asked for anything because it failed to deliver.
-    """
-
-    node_id: NodeId
-    name: str
-    state: str
-    model_id: ModelId
-    control: str
-    bulk: str
-    anchors: int
-    heard_age_s: float
-    penalty_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStats:
-    """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason."""
-
-    pool_bytes: int
-    pool_anchors: int
-    peers_alive: int
-    peers_known: int
-    peer_anchors: int
-    fetches: int
-    pulls: int
-    uploads: int
-    received_bytes: int
-    sent_bytes: int
-    violations: int
-    unknown_senders: int
-    unasked_chunks: int
-    busy: int
-    rejected_anchors: int
-    refused_deltas: int
-    messages: Mapping[str, int]
-    misses: Mapping[str, int]
+from kvcomm_p2p.protocol.views import NodeStats, PeerView
 
 
 class Node:

@@ -36,7 +36,7 @@ from kvcomm_p2p.protocol.events import (
 )
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.node import NodeStats, PeerView
+from kvcomm_p2p.protocol.views import NodeStats, PeerView
 from kvcomm_p2p.settings import is_loopback
 from kvcomm_p2p.store import BlockStore
 
