@@ -78,7 +78,7 @@ class Exchange:
     def _known(self) -> list[Known]:
         """Everybody we know of, this node among them, ascending by id."""
         known = [Known(self._me, self._heartbeat, True)]
-        known += [Known(peer.record, peer.heartbeat, peer.state is not PeerState.LEFT) for peer in self._members]
+        known += [Known(peer.record, peer.incarnation, peer.state is not PeerState.LEFT) for peer in self._members]
         known.sort(key=lambda item: item.member.node_id)
         return known
 
@@ -92,17 +92,17 @@ class Exchange:
         for entry in digest:
             if entry.node_id == self._me.node_id:
                 self._members.introduced(sender)
-                if self._heartbeat < entry.heartbeat < COUNTER_MAX // 2 and entry.epoch == self._me.epoch:
-                    self._heartbeat = entry.heartbeat + 1  # somebody claims to have heard more of us: stay above it
+                if self._heartbeat < entry.incarnation < COUNTER_MAX // 2 and entry.epoch == self._me.epoch:
+                    self._heartbeat = entry.incarnation + 1  # somebody claims to have heard more of us: stay above it
                 continue
-            changes += self._members.hear(entry.node_id, entry.epoch, entry.heartbeat, now)
+            changes += self._members.hear(entry.node_id, entry.epoch, entry.incarnation, now)
             self._replicas.learn_floor(entry)
         return self._carry_out(changes)
 
     def _apply(self, deltas: tuple[OriginDelta, ...], now: float) -> list[Effect]:
         effects: list[Effect] = []
         for delta in deltas:
-            effects += self._carry_out(self._members.learn(delta.member, delta.heartbeat, now))
+            effects += self._carry_out(self._members.learn(delta.member, delta.incarnation, now))
             origin = delta.member.node_id
             peer = self._members.get(origin)
             if peer is None or peer.state is PeerState.LEFT or peer.record.epoch != delta.member.epoch:

@@ -44,7 +44,7 @@ class Known(NamedTuple):
     """A member as membership knows it. `wanted`: its anchors are of interest (it has not left)."""
 
     member: MemberRecord
-    heartbeat: int
+    incarnation: int
     wanted: bool
 
 
@@ -187,10 +187,10 @@ class Replicas:
         origin, epoch = known.member.node_id, known.member.epoch
         log = self._logs.get(origin)
         if not known.wanted or origin in self._muted:
-            return DigestEntry(origin, epoch, known.heartbeat, COUNTER_MAX, COUNTER_MAX)
+            return DigestEntry(origin, epoch, known.incarnation, COUNTER_MAX, COUNTER_MAX)
         if log is None or log.epoch != epoch:
-            return DigestEntry(origin, epoch, known.heartbeat, 0, 0)
-        return DigestEntry(origin, epoch, known.heartbeat, log.max_seq, log.gc_floor)
+            return DigestEntry(origin, epoch, known.incarnation, 0, 0)
+        return DigestEntry(origin, epoch, known.incarnation, log.max_seq, log.gc_floor)
 
     def deltas(
         self, members: Iterable[Known], digest: Iterable[DigestEntry], bytes_max: int
@@ -201,16 +201,16 @@ class Replicas:
         """
         known = {entry.node_id: entry for entry in digest}
         stale: list[tuple[bool, int, NodeId, MemberRecord, int, _Start]] = []
-        for member, heartbeat, _ in members:
+        for member, incarnation, _ in members:
             theirs = known.get(member.node_id)
             start = self._start_for(member, theirs)
             if start is not None:
-                stale.append((theirs is not None, len(start.news), member.node_id, member, heartbeat, start))
+                stale.append((theirs is not None, len(start.news), member.node_id, member, incarnation, start))
         stale.sort(key=lambda item: item[:3])
         deltas: list[OriginDelta] = []
         left = bytes_max
-        for *_, member, heartbeat, start in stale:
-            delta, used = self._cut(member, heartbeat, start, left)
+        for *_, member, incarnation, start in stale:
+            delta, used = self._cut(member, incarnation, start, left)
             if delta is not None:
                 deltas.append(delta)
                 left -= used
@@ -231,7 +231,7 @@ class Replicas:
         return _Start(log, theirs.max_seq, False, log.after(theirs.max_seq))
 
     def _cut(
-        self, member: MemberRecord, heartbeat: int, start: _Start, bytes_max: int
+        self, member: MemberRecord, incarnation: int, start: _Start, bytes_max: int
     ) -> tuple[OriginDelta | None, int]:
         used = member_bytes_max(member)
         if used > bytes_max:
@@ -249,7 +249,7 @@ class Replicas:
             return None, 0
         to_seq = (log.max_seq if log is not None else 0) if complete else (taken[-1].seq if taken else start.from_seq)
         floor = log.gc_floor if log is not None else 0
-        delta = OriginDelta(member, heartbeat, start.reset, start.from_seq, to_seq, floor, tuple(taken))
+        delta = OriginDelta(member, incarnation, start.reset, start.from_seq, to_seq, floor, tuple(taken))
         return delta, used
 
     def apply(self, delta: OriginDelta) -> LogChange | None:

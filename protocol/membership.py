@@ -1,8 +1,8 @@
-"""Who is there, judged by the age of heartbeats.
+"""Who is there, judged by the age of incarnations.
 
-Every node counts its own heartbeat up once per gossip round, and digests carry the highest count that anybody has seen.
+Every node counts its own incarnation up once per gossip round, and digests carry the highest count that anybody has seen.
 Only a count higher than the known one is evidence of life: late, repeated and second-hand news cannot bring a dead peer
-back. States: alive -> expired (silent for `peer_timeout_s`, or unreachable) -> alive again on a higher heartbeat; alive
+back. States: alive -> expired (silent for `peer_timeout_s`, or unreachable) -> alive again on a higher incarnation; alive
 or expired -> left on Bye, which only a higher epoch undoes; expired and left peers are forgotten after
 `forget_after_s`.
 """
@@ -30,7 +30,7 @@ class Peer:
     """One peer as known here. `since`: when it got into its state; `introduced`: it is known to know us."""
 
     record: MemberRecord
-    heartbeat: int
+    incarnation: int
     heard_at: float
     state: PeerState
     since: float
@@ -109,7 +109,7 @@ class Membership:
             return False
         return all(peer.state is PeerState.ALIVE for peer in self._peers.values())
 
-    def learn(self, record: MemberRecord, heartbeat: int, now: float) -> list[PeerChange]:
+    def learn(self, record: MemberRecord, incarnation: int, now: float) -> list[PeerChange]:
         """A member record arrived, from itself or second-hand. Changes nothing for an older or equal epoch.
 
         May forget the peer that is gone for longest to make room (kind "forgotten", not for reports).
@@ -118,7 +118,7 @@ class Membership:
         if record.node_id == self._me.node_id:
             return []
         if peer is not None and record.epoch <= peer.record.epoch:
-            return self.hear(record.node_id, record.epoch, heartbeat, now)
+            return self.hear(record.node_id, record.epoch, incarnation, now)
         changes: list[PeerChange] = []
         if peer is None:
             if self.is_full_for(record.node_id):
@@ -126,24 +126,24 @@ class Membership:
                 return []
             if len(self._peers) >= self._config.peers_max:
                 changes.append(self._forget_one())
-            peer = Peer(record, heartbeat, now, PeerState.ALIVE, now)
+            peer = Peer(record, incarnation, now, PeerState.ALIVE, now)
             self._peers[record.node_id] = peer
             changes.append(PeerChange(peer, "joined"))
         else:
             was = peer.state
-            peer.record, peer.heartbeat, peer.heard_at = record, heartbeat, now
+            peer.record, peer.incarnation, peer.heard_at = record, incarnation, now
             peer.introduced = False
             self._enter(peer, PeerState.ALIVE, now)
             changes.append(PeerChange(peer, "returned", f"restarted; was {was.value}"))
         self._alive = None
         return changes + self._name_conflicts(peer)
 
-    def hear(self, node_id: NodeId, epoch: int, heartbeat: int, now: float) -> list[PeerChange]:
-        """A heartbeat count arrived. Evidence of life only if it is higher than the known one of the same epoch."""
+    def hear(self, node_id: NodeId, epoch: int, incarnation: int, now: float) -> list[PeerChange]:
+        """A incarnation count arrived. Evidence of life only if it is higher than the known one of the same epoch."""
         peer = self._peers.get(node_id)
-        if peer is None or epoch != peer.record.epoch or heartbeat <= peer.heartbeat:
+        if peer is None or epoch != peer.record.epoch or incarnation <= peer.incarnation:
             return []
-        peer.heartbeat, peer.heard_at = heartbeat, now
+        peer.incarnation, peer.heard_at = incarnation, now
         if peer.state is not PeerState.EXPIRED:
             return []
         self._enter(peer, PeerState.ALIVE, now)

@@ -38,7 +38,16 @@ from kvcomm_p2p.protocol.messages.fields import (
     SIMHASHES_BYTES,
 )
 from kvcomm_p2p.protocol.messages.logs import Ack, Del, DigestEntry, OriginDelta, Put, Syn, SynAck
-from kvcomm_p2p.protocol.messages.members import Bye, Capability, Hello, MemberRecord, Refused, RefusedReason, Welcome
+from kvcomm_p2p.protocol.messages.members import (
+    Bye,
+    Capability,
+    Hello,
+    MemberRecord,
+    Refused,
+    RefusedReason,
+    Status,
+    Welcome,
+)
 from kvcomm_p2p.protocol.messages.pulls import (
     CancelPull,
     Chunk,
@@ -115,6 +124,7 @@ __all__ = [
     "Put",
     "Refused",
     "RefusedReason",
+    "Status",
     "Syn",
     "SynAck",
     "Tokens",

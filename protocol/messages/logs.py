@@ -31,7 +31,7 @@ from kvcomm_p2p.protocol.messages.fields import (
     SimHashesField,
     require,
 )
-from kvcomm_p2p.protocol.messages.members import MemberRecord
+from kvcomm_p2p.protocol.messages.members import MemberRecord, Status
 
 _META_FIELDS = tuple(field.name for field in fields(AnchorMeta))[:-3]
 _SIMHASHES = struct.Struct("<QQQ")
@@ -39,16 +39,18 @@ _SIMHASHES = struct.Struct("<QQQ")
 
 
 class DigestEntry(Struct, frozen=True, array_like=True):
-    """What the sender knows of one origin: its log up to `max_seq`, in which deletions up to `gc_floor` are forgotten.
+    """What the sender knows of one origin: whether it lives, and its log up to `max_seq`, in which deletions up to
+    `gc_floor` are forgotten.
 
     `gc_floor` is above `max_seq` while a snapshot taken above it is still arriving.
     """
 
     node_id: NodeIdField
     epoch: CounterField
-    heartbeat: CounterField
+    incarnation: CounterField
     max_seq: CounterField
     gc_floor: CounterField
+    status: Status = Status.ALIVE
 
 
 class Put(Struct, frozen=True, array_like=True, tag=1):
@@ -122,7 +124,7 @@ class OriginDelta(Struct, frozen=True, array_like=True):
     """
 
     member: MemberRecord
-    heartbeat: CounterField
+    incarnation: CounterField
     reset: bool
     from_seq: CounterField
     to_seq: CounterField

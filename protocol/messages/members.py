@@ -76,6 +76,16 @@ class MemberRecord(Struct, frozen=True, array_like=True):
         require(all(a < b for a, b in zip(self.groups, self.groups[1:], strict=False)), "groups do not ascend")
 
 
+class Status(enum.IntEnum):
+    """What is believed of a peer. Of the same epoch and incarnation, the higher of the first three wins."""
+
+    ALIVE = 0
+    SUSPECT = 1
+    DEAD = 2
+    LEFT = 3
+    """It said goodbye in this epoch; only a higher epoch undoes that."""
+
+
 class RefusedReason(enum.IntEnum):
     """Why a Hello was turned down. All but FULL are final: trying again later does not help by itself."""
 

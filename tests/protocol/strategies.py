@@ -69,7 +69,9 @@ def token_answers(draw: Any) -> m.Tokens:
     return m.Tokens(draw(counter), draw(st.binary(min_size=4 * tokens, max_size=4 * tokens)), digests)
 
 
-digests = st.lists(st.builds(m.DigestEntry, id16, counter, counter, counter, counter), max_size=4).map(tuple)
+digests = st.lists(
+    st.builds(m.DigestEntry, id16, counter, counter, counter, counter, st.sampled_from(m.Status)), max_size=4
+).map(tuple)
 deltas = st.lists(origin_deltas(), max_size=3).map(tuple)
 ordinal = st.integers(0, m.PULL_BLOCKS_MAX - 1)
 block_size = st.integers(1, m.BLOCK_BYTES_MAX)

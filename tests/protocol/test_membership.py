@@ -259,4 +259,4 @@ def test_claims_about_ourselves_are_outbid_not_believed() -> None:
     (answer,) = sent(node.handle(ev.MessageReceived(FRIEND.node_id, m.Syn((claim,))), 0.1))
     assert isinstance(answer, m.SynAck)
     mine = next(entry for entry in answer.digest if entry.node_id == node.me.node_id)
-    assert mine.heartbeat > 1000 and mine.max_seq == 0
+    assert mine.incarnation > 1000 and mine.max_seq == 0
