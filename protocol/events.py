@@ -162,6 +162,23 @@ class BlockUnavailable:
     ordinal: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSigned:
+    """Answer to SignHead. A driver without a key never answers: heads then stay unsigned."""
+
+    head_bytes: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadVerified:
+    """Answer to VerifyHead. `ok`: the signature over `head_bytes` was made with the key of the origin's member record."""
+
+    origin: NodeId
+    head_bytes: bytes
+    ok: bool
+
+
 Event = Union[
     JoinRequested,
     LeaveRequested,
@@ -177,6 +194,8 @@ Event = Union[
     FetchCancelled,
     BlockVerified,
     BlockUnavailable,
+    HeadSigned,
+    HeadVerified,
 ]
 
 
@@ -316,6 +335,25 @@ class ReportPeer:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SignHead:
+    """Sign the canonical bytes of our own log's head (`messages.origin_head`); report HeadSigned.
+
+    Asked only of nodes whose member record has a `public_key`, at most once a second, one at a time.
+    """
+
+    head_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyHead:
+    """Check `signature` over `head_bytes` with the public key of the origin's member record; report HeadVerified."""
+
+    origin: NodeId
+    head_bytes: bytes
+    signature: bytes
+
+
 Effect = Union[
     SendMessage,
     SendBlock,
@@ -327,4 +365,6 @@ Effect = Union[
     FinishTokens,
     FinishJoin,
     ReportPeer,
+    SignHead,
+    VerifyHead,
 ]
