@@ -37,7 +37,7 @@ from kvcomm_p2p.protocol.events import (
 from kvcomm_p2p.protocol.flights import PullViolation
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.membership import PeerState
+from kvcomm_p2p.protocol.membership import Peer, PeerState
 from kvcomm_p2p.protocol.messages import (
     Ack,
     Bye,
@@ -56,12 +56,13 @@ from kvcomm_p2p.protocol.messages import (
     Tokens,
     Welcome,
 )
+from kvcomm_p2p.protocol.peer_stats import PeerStats
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
 from kvcomm_p2p.protocol.pulls import Pulls
 from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
 from kvcomm_p2p.protocol.uploads import Uploads
-from kvcomm_p2p.protocol.views import NodeStats, PeerView
+from kvcomm_p2p.protocol.views import NodeStats, PeerView, counts_view
 
 
 class Node:
@@ -82,9 +83,16 @@ class Node:
         self._pulls = Pulls(config, self._members, self._penalties)
         self._uploads = Uploads(config, self._pool, self._members)
         self._tokens = TokenRequests(config, self._penalties)
+        self._counted = PeerStats(
+            me,
+            lambda peer: self._members.get(peer) is not None,
+            self._penalties.left_s,
+            lambda: self._community.replicas.own.max_seq,
+        )
         self._messages: dict[str, int] = {}
         self._violations = 0
         self._rejected = 0
+        self._invalidated = 0
         self._on_event: dict[type, Callable[[Any, float], list[Effect]]] = {
             JoinRequested: self._community.join,
             LeaveRequested: self._on_leave,
@@ -127,7 +135,9 @@ class Node:
         """
         self._now = now = max(now, self._now)
         effects = self._on_event[type(event)](event, now)
-        return effects + self._after_peers_went(now)
+        effects = effects + self._after_peers_went(now)
+        self._counted.observe(event, effects, now)
+        return effects
 
     def next_deadline(self) -> float:
         """When the node wants TimerExpired. May be in the past: then at once. Infinity after it has left."""
@@ -147,21 +157,28 @@ class Node:
 
     def peers(self) -> tuple[PeerView, ...]:
         """All peers that are remembered, ascending by node id."""
-        views = [
-            PeerView(
-                node_id=peer.node_id,
-                name=peer.record.name,
-                state=peer.state.value,
-                model_id=peer.record.model_id,
-                control=peer.record.control,
-                bulk=peer.record.bulk,
-                anchors=self._community.replicas.anchors_of(peer.node_id),
-                heard_age_s=max(0.0, self._now - peer.heard_at),
-                penalty_s=self._penalties.left_s(peer.node_id, self._now),
-            )
-            for peer in self._members
-        ]
+        views = [self._view(peer) for peer in self._members]
         return tuple(sorted(views, key=lambda view: view.node_id))
+
+    def _view(self, peer: Peer) -> PeerView:
+        record, counts = peer.record, self._counted.get(peer.node_id)
+        log = self._community.replicas.log(peer.node_id)
+        return PeerView(
+            node_id=peer.node_id,
+            name=record.name,
+            state=peer.state.value,
+            model_id=record.model_id,
+            control=record.control,
+            bulk=record.bulk,
+            anchors=self._community.replicas.anchors_of(peer.node_id),
+            heard_age_s=max(0.0, self._now - peer.heard_at),
+            penalty_s=self._penalties.left_s(peer.node_id, self._now),
+            epoch=record.epoch,
+            incarnation=peer.incarnation,
+            groups=record.groups,
+            log_seq=log.max_seq if log is not None and log.epoch == record.epoch else 0,
+            **counts_view(counts),
+        )
 
     def stats(self) -> NodeStats:
         replicas = self._community.replicas
@@ -184,6 +201,9 @@ class Node:
             refused_deltas=replicas.refused,
             messages=dict(self._messages),
             misses={reason.value: count for reason, count in self._pulls.misses.items()},
+            invalidated=self._invalidated,
+            sync_counts=tuple(self._counted.sync.counts),
+            sync_sum_s=self._counted.sync.sum_s,
         )
 
     def _usable(self, holder: NodeId, meta: AnchorMeta) -> bool:
@@ -228,6 +248,7 @@ class Node:
     def _violated(self, sender: NodeId, violation: ValueError) -> list[Effect]:
         """Count it; report a peer's first, second, fourth, eighth ... violation, so that it cannot flood the log."""
         self._violations += 1
+        self._counted.violated(sender)
         effects = list(violation.effects) if isinstance(violation, PullViolation) else []
         peer = self._members.get(sender)
         if peer is not None:
@@ -244,7 +265,9 @@ class Node:
             self._uploads.peer_gone(peer)
             effects += self._tokens.peer_gone(peer, now) + self._pulls.peer_gone(peer, now)
         while self._community.forgotten:
-            self._penalties.forgive(self._community.forgotten.pop(0))
+            peer = self._community.forgotten.pop(0)
+            self._penalties.forgive(peer)
+            self._counted.forget(peer)
         return effects
 
     def _on_published(self, event: AnchorsPublished, now: float) -> list[Effect]:
@@ -253,6 +276,7 @@ class Node:
     def _on_pool_change(self, change: PoolChange, now: float) -> list[Effect]:
         self._community.announce(change, now)
         self._rejected += change.rejected
+        self._invalidated += len(change.removed)
         return [DropBlock(handle) for handle in change.dropped]
 
     def _on_used(self, event: AnchorsUsed, now: float) -> list[Effect]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvcomm_p2p.protocol.ids import ModelId, NodeId
+from kvcomm_p2p.protocol.peer_stats import PeerCounts
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
     """A peer as this node sees it.
 
-    `state`: "alive", "expired" or "left". `heard_age_s`: seconds since its heartbeat last rose. `penalty_s`: seconds
-    for which it is not asked for anything because it failed to deliver.
+    `state`: a value of `membership.PeerState`. `heard_age_s`: seconds since its incarnation last rose. `penalty_s`: seconds
+    for which it is not asked for anything because it failed to deliver. `log_seq`: how much of its log of anchors is here;
+    `told_seq`: how long it said its log is; `known_seq`: how much of ours it said it knows. The rest as in
+    `peer_stats.PeerCounts`.
     """
 
     node_id: NodeId
@@ -25,11 +29,27 @@ class PeerView:
     anchors: int
     heard_age_s: float
     penalty_s: float
+    epoch: int = 0
+    incarnation: int = 0
+    groups: tuple[bytes, ...] = ()
+    log_seq: int = 0
+    told_seq: int = 0
+    known_seq: int = 0
+    round_trip_s: float | None = None
+    pulled_bytes: int = 0
+    uploaded_bytes: int = 0
+    busy_told: int = 0
+    busy_given: int = 0
+    penalties: int = 0
+    violations: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason."""
+    """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason.
+    `invalidated`: own anchors that were evicted, forgotten or replaced. `sync_counts`, `sync_sum_s`: see
+    `peer_stats.SyncTimes`."""
 
     pool_bytes: int
     pool_anchors: int
@@ -49,3 +69,14 @@ class NodeStats:
     refused_deltas: int
     messages: Mapping[str, int]
     misses: Mapping[str, int]
+    invalidated: int = 0
+    sync_counts: tuple[int, ...] = ()
+    sync_sum_s: float = 0.0
+
+
+def counts_view(counts: PeerCounts) -> dict[str, Any]:
+    """The fields of a PeerView that come from its counts."""
+    names = ("told_seq", "known_seq", "round_trip_s", "pulled_bytes", "uploaded_bytes", "busy_told", "busy_given")
+    view = {name: getattr(counts, name) for name in (*names, "penalties", "violations")}
+    view["misses"] = {reason.value: count for reason, count in counts.misses.items()}
+    return view
