@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
-from kvcomm_p2p.protocol.messages import Message, RefusedReason
+from kvcomm_p2p.protocol.messages import Message, RefusedReason, SharedBlock
 
 
 class Plane(enum.Enum):
@@ -147,7 +147,7 @@ class FetchCancelled:
 
 @dataclass(frozen=True, slots=True)
 class BlockVerified:
-    """Answer to VerifyBlock."""
+    """Answer to VerifyBlock, and to AdoptShared."""
 
     handle: BlockHandle
     ok: bool
@@ -218,13 +218,17 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class SendBlock:
-    """Send the bytes of `handle` as chunks (each with a Chunk header) back to the peer that pulled."""
+    """Send the bytes of `handle` as chunks (each with a Chunk header) back to the peer that pulled.
+
+    `shared`: if they stand in memory that the peer can read, say where (SharedBlock) instead.
+    """
 
     to: NodeId
     pull_id: int
     ordinal: int
     handle: BlockHandle
     kv_bytes: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +250,22 @@ class VerifyBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptShared:
+    """Take the `kv_bytes` bytes that `source` points to as those of a reserved handle, if their SHA-256 is `digest` and
+    nobody can change them any more; report BlockVerified. Where that fails the handle stays as it was.
+    """
+
+    handle: BlockHandle
+    kv_bytes: int
+    digest: bytes
+    source: SharedBlock
+
+
+@dataclass(frozen=True, slots=True)
 class DropBlock:
     """The node gives up one reference to this handle and will not name it again for the same purpose.
 
-    May come while a VerifyBlock of the handle is still running; its BlockVerified is then ignored.
+    May come while a VerifyBlock or an AdoptShared of the handle is still running; its BlockVerified is then ignored.
     """
 
     handle: BlockHandle
@@ -359,6 +375,7 @@ Effect = Union[
     SendBlock,
     StoreChunk,
     VerifyBlock,
+    AdoptShared,
     DropBlock,
     RetainBlock,
     FinishFetch,

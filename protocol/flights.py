@@ -19,7 +19,7 @@ from kvcomm_p2p.protocol.events import (
     Want,
 )
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import Message, PullFailedReason
+from kvcomm_p2p.protocol.messages import Credit, Message, Pull, PullBlock, PullFailedReason
 
 FlightKey = tuple[BlockKey, int, bytes]
 """Block, size and digest: two fetches that were told different digests do not share a flight."""
@@ -53,7 +53,10 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One block on its way. `position` in the leading fetch; `arrived`: whole, being verified; `settled`: decided."""
+    """One block on its way. `position` in the leading fetch; `arrived`: whole, being verified; `settled`: decided.
+
+    `sharing`: it arrived in shared memory and is being taken from there; `again`: that failed, it is to be sent.
+    """
 
     key: FlightKey
     want: Want
@@ -63,6 +66,8 @@ class Flight:
     received: int = 0
     arrived: bool = False
     settled: bool = False
+    sharing: bool = False
+    again: bool = False
 
 
 class Phase(enum.Enum):
@@ -79,7 +84,7 @@ class Phase(enum.Enum):
 class PullState:
     """`progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now.
 
-    `waited`: it was queued for a while.
+    `waited`: it was queued for a while. `shared`: asks for blocks in shared memory.
     """
 
     pull_id: int
@@ -94,6 +99,7 @@ class PullState:
     credited: int = 0
     waited: bool = False
     retry_at: float = math.inf
+    shared: bool = False
 
     @property
     def waits(self) -> bool:
@@ -103,6 +109,38 @@ class PullState:
     def patience_s(self, config: NodeConfig) -> float:
         """How long nothing may arrive."""
         return min(config.pull_stall_timeout_s, self.fetch.event.stall_s)
+
+    def ask(self, credit_bytes: int) -> SendMessage:
+        """The request to the holder; the pull is active from now on."""
+        self.phase = Phase.ACTIVE
+        self.retry_at = math.inf
+        blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes) for flight in self.flights)
+        return self.to_holder(Pull(self.pull_id, blocks, credit_bytes, shared=self.shared))
+
+    def credit(self, credit_bytes: int) -> list[Effect]:
+        """Credit for a quarter of the window at a time, and for everything at the end, which ends the upload."""
+        done = not self.waits and not any(flight.sharing for flight in self.flights)
+        fresh = self.received - self.credited
+        if fresh <= 0 or not (done or fresh >= credit_bytes // 4):
+            return []
+        self.credited = self.received
+        return [self.to_holder(Credit(self.pull_id, self.received))]
+
+    def stalls_at(self, config: NodeConfig) -> float:
+        """When it is given up unless something comes."""
+        if self.phase is not Phase.ACTIVE or not self.waits:
+            return math.inf
+        return self.progress_at + self.patience_s(config)
+
+    def retries(self, config: NodeConfig, retry_after_s: float, now: float) -> bool:
+        """Whether there is time to ask a busy holder again. Asking does not count as progress."""
+        retry_at = now + max(retry_after_s, 0.005)
+        in_time = retry_at < min(self.progress_at + self.patience_s(config), self.fetch.event.deadline)
+        if self.received or not in_time:
+            return False
+        self.phase = Phase.BUSY
+        self.retry_at = retry_at
+        return True
 
     def to_holder(self, message: Message) -> SendMessage:
         return SendMessage(self.holder, self.bulk, message, Plane.BULK_REQUEST)

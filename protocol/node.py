@@ -51,6 +51,7 @@ from kvcomm_p2p.protocol.messages import (
     Pull,
     PullFailed,
     Refused,
+    SharedBlock,
     Syn,
     SynAck,
     Tokens,
@@ -60,6 +61,7 @@ from kvcomm_p2p.protocol.peer_stats import PeerStats
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
 from kvcomm_p2p.protocol.pulls import Pulls
+from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
 from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
 from kvcomm_p2p.protocol.uploads import Uploads
 from kvcomm_p2p.protocol.views import NodeStats, PeerView, counts_view
@@ -80,8 +82,9 @@ class Node:
         self._members = self._community.members
         self._pool = Pool(config.pool_bytes_max, config.pool_anchors_max)
         self._penalties = PenaltyBox(config.penalty_first_s, config.penalty_max_s)
-        self._pulls = Pulls(config, self._members, self._penalties)
-        self._uploads = Uploads(config, self._pool, self._members)
+        self._sharing = SharedBlocks(me, self._members)
+        self._pulls = Pulls(config, self._members, self._penalties, self._sharing)
+        self._uploads = Uploads(config, self._pool, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
         self._counted = PeerStats(
             me,
@@ -125,6 +128,7 @@ class Node:
             CancelPull: self._on_cancel_pull,
             Chunk: self._on_stray_chunk,
             PullFailed: self._pulls.failed,
+            SharedBlock: self._pulls.shared,
         }
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -267,6 +271,7 @@ class Node:
         while self._community.forgotten:
             peer = self._community.forgotten.pop(0)
             self._penalties.forgive(peer)
+            self._sharing.forget(peer)
             self._counted.forget(peer)
         return effects
 

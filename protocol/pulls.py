@@ -41,20 +41,22 @@ from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
     PULL_BLOCKS_MAX,
     CancelPull,
-    Credit,
-    Pull,
-    PullBlock,
     PullFailed,
     PullFailedReason,
+    SharedBlock,
 )
 from kvcomm_p2p.protocol.penalties import PenaltyBox
+from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
 
 
 class Pulls:
     """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender."""
 
-    def __init__(self, config: NodeConfig, membership: Membership, penalties: PenaltyBox) -> None:
+    def __init__(
+        self, config: NodeConfig, membership: Membership, penalties: PenaltyBox, sharing: SharedBlocks
+    ) -> None:
         self._config = config
+        self._sharing = sharing
         self._membership = membership
         self._penalties = penalties
         self._fetches: dict[int, Fetch] = {}
@@ -128,6 +130,7 @@ class Pulls:
         if peer is None:
             raise KeyError("a pull from an unknown holder")
         pull = PullState(self._next_pull_id, fetch, peer.node_id, peer.record.bulk, progress_at)
+        pull.shared = self._sharing.asks(peer.node_id, now)
         self._next_pull_id += 1
         for position in positions:
             want = fetch.event.wants[position]
@@ -138,8 +141,9 @@ class Pulls:
             flight = Flight(key, want, pull, position=position)
             pull.flights.append(flight)
             self._flights[key] = flight
-        if not pull.flights:
-            return []
+        return self._enqueue(pull, now) if pull.flights else []
+
+    def _enqueue(self, pull: PullState, now: float) -> list[Effect]:
         self._pulls[pull.pull_id] = pull
         effects = self._start_queued(pull.holder, now)
         pull.waited = pull.phase is Phase.QUEUED
@@ -154,14 +158,8 @@ class Pulls:
                 active += 1
                 if pull.waited:
                     pull.progress_at = now  # until now it waited for other pulls, which made progress
-                effects.append(self._ask(pull))
+                effects.append(pull.ask(self._config.credit_bytes))
         return effects
-
-    def _ask(self, pull: PullState) -> Effect:
-        pull.phase = Phase.ACTIVE
-        pull.retry_at = math.inf
-        blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes) for flight in pull.flights)
-        return pull.to_holder(Pull(pull.pull_id, blocks, self._config.credit_bytes))
 
     def chunk(self, event: ChunkReceived, now: float) -> list[Effect]:
         """Bytes arrived. Those nobody asked for are dropped silently (they were on the way when a pull ended)."""
@@ -188,17 +186,23 @@ class Pulls:
             effects.append(VerifyBlock(want.handle, want.digest))
         return effects + self._credit(pull, now)
 
+    def shared(self, sender: NodeId, message: SharedBlock, now: float) -> list[Effect]:
+        """A block is offered in shared memory. Dropped silently if nobody asked for it, as chunks are."""
+        pull = self._pulls.get(message.pull_id)
+        if pull is None or pull.phase is not Phase.ACTIVE:
+            return []
+        if sender != pull.holder:
+            raise ValueError("shared block of somebody else's pull")
+        effect = self._sharing.announced(pull, message, now)
+        if effect is None:
+            detail = f"shared block {message.ordinal} does not continue the pull"
+            raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
+        self._verifying[effect.handle] = pull.flights[message.ordinal]
+        return [effect]
+
     def _credit(self, pull: PullState, now: float) -> list[Effect]:
-        """Credit for a quarter of the window at a time, and for everything at the end, which ends the upload."""
-        done = not pull.waits
-        fresh = pull.received - pull.credited
-        effects: list[Effect] = []
-        if fresh > 0 and (done or fresh >= self._config.credit_bytes // 4):
-            pull.credited = pull.received
-            effects.append(pull.to_holder(Credit(pull.pull_id, pull.received)))
-        if done:
-            effects += self._start_queued(pull.holder, now)
-        return effects
+        effects = pull.credit(self._config.credit_bytes)
+        return effects if pull.waits else effects + self._start_queued(pull.holder, now)
 
     def verified(self, event: BlockVerified, now: float) -> list[Effect]:
         """The driver compared a block with its digest. Ignored if the pull ended meanwhile."""
@@ -206,6 +210,13 @@ class Pulls:
         if flight is None:
             return []
         pull = flight.pull
+        if flight.sharing:
+            self._sharing.read(flight, event.ok, now)
+            self.received_bytes += flight.want.kv_bytes if event.ok else 0
+            effects = self._deliver(flight) if event.ok else []
+            if pull.pull_id in self._pulls:
+                effects += self._credit(pull, now)
+            return effects + self._retire(pull, now)
         if event.ok:
             self._penalties.forgive(pull.holder)
             return self._deliver(flight) + self._retire(pull, now)
@@ -224,7 +235,7 @@ class Pulls:
         if message.ordinal is None:
             if not pull.waits:
                 return []
-            if message.reason is PullFailedReason.BUSY and self._retries(pull, message.retry_after_s, now):
+            if message.reason is PullFailedReason.BUSY and pull.retries(self._config, message.retry_after_s, now):
                 return []
             lost_s = now - pull.progress_at if message.reason is PullFailedReason.BUSY else 0.0
             return self._end([pull], miss, now, lost_s, tell_holder=False)
@@ -243,20 +254,10 @@ class Pulls:
             effects += self._credit(pull, now)
         return effects + self._retire(pull, now)
 
-    def _retries(self, pull: PullState, retry_after_s: float, now: float) -> bool:
-        """Whether there is time to ask a busy holder again. Asking does not count as progress."""
-        retry_at = now + max(retry_after_s, 0.005)
-        in_time = retry_at < min(pull.progress_at + pull.patience_s(self._config), pull.fetch.event.deadline)
-        if pull.received or not in_time:
-            return False
-        pull.phase = Phase.BUSY
-        pull.retry_at = retry_at
-        return True
-
     def next_deadline(self) -> float:
         deadline = min((fetch.event.deadline for fetch in self._fetches.values()), default=math.inf)
         for pull in self._pulls.values():
-            deadline = min(deadline, pull.retry_at, self._stalls_at(pull))
+            deadline = min(deadline, pull.retry_at, pull.stalls_at(self._config))
         return deadline
 
     def tick(self, now: float) -> list[Effect]:
@@ -268,18 +269,13 @@ class Pulls:
             if pull.pull_id not in self._pulls:
                 continue
             if pull.phase is Phase.BUSY and pull.retry_at <= now:
-                effects.append(self._ask(pull))
-            elif self._stalls_at(pull) <= now:
+                effects.append(pull.ask(self._config.credit_bytes))
+            elif pull.stalls_at(self._config) <= now:
                 lost_s = now - pull.progress_at
                 miss = Miss(MissReason.STALLED, f"nothing came for {lost_s:.3f} s")
                 self._penalties.punish(pull.holder, now)
                 effects += self._end([pull, *self._queued(pull.holder)], miss, now, lost_s)
         return effects
-
-    def _stalls_at(self, pull: PullState) -> float:
-        if pull.phase is not Phase.ACTIVE or not pull.waits:
-            return math.inf
-        return pull.progress_at + pull.patience_s(self._config)
 
     def _queued(self, holder: NodeId) -> list[PullState]:
         return [pull for pull in self._pulls.values() if pull.holder == holder and pull.phase is Phase.QUEUED]
@@ -387,12 +383,16 @@ class Pulls:
         return now - since
 
     def _retire(self, pull: PullState, now: float) -> list[Effect]:
-        """Forget a pull of which everything is settled."""
-        if pull.pull_id not in self._pulls or not all(flight.settled for flight in pull.flights):
+        """Forget a pull of which everything is decided; what could not be taken from shared memory is pulled again."""
+        if pull.pull_id not in self._pulls or not all(flight.settled or flight.again for flight in pull.flights):
             return []
         del self._pulls[pull.pull_id]
         leftover = pull.credited != pull.received and pull.phase is Phase.ACTIVE
         effects: list[Effect] = [pull.to_holder(CancelPull(pull.pull_id))] if leftover else []
+        retry = self._sharing.sent_instead(pull, self._next_pull_id, now)
+        if retry is not None:
+            self._next_pull_id += 1
+            effects += self._enqueue(retry, now)
         return effects + self._start_queued(pull.holder, now)
 
     def _finish(self, fetch: Fetch) -> list[Effect]:

@@ -29,6 +29,7 @@ from kvcomm_p2p.protocol.messages import (
     Tokens,
 )
 from kvcomm_p2p.protocol.pool import Lease, Pool, may_see
+from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
 
 
 @dataclass(slots=True)
@@ -52,8 +53,9 @@ class _Upload:
 class Uploads:
     """Uploads in progress, at most `uploads_max` and at most half of them for one peer (so one cannot shut out all)."""
 
-    def __init__(self, config: NodeConfig, pool: Pool, membership: Membership) -> None:
+    def __init__(self, config: NodeConfig, pool: Pool, membership: Membership, sharing: SharedBlocks) -> None:
         self._config = config
+        self._sharing = sharing
         self._pool = pool
         self._membership = membership
         self._per_peer_max = max(1, config.uploads_max // 2)
@@ -148,6 +150,7 @@ class Uploads:
         """Send while the window is open; blocks that are gone (or never were there) fail with `reason`."""
         effects: list[Effect] = []
         pull = upload.pull
+        shared = pull.shared and self._sharing.with_peer(upload.peer)
         while upload.next < len(pull.blocks) and upload.under_way_bytes < pull.credit_bytes:
             block, ordinal = pull.blocks[upload.next], upload.next
             upload.next += 1
@@ -155,7 +158,7 @@ class Uploads:
             if handle is not None:
                 upload.sent_bytes += block.kv_bytes
                 self.sent_bytes += block.kv_bytes
-                effects.append(SendBlock(upload.peer, pull.pull_id, ordinal, handle, block.kv_bytes))
+                effects.append(SendBlock(upload.peer, pull.pull_id, ordinal, handle, block.kv_bytes, shared))
             else:
                 effects.append(_reply(upload.peer, PullFailed(pull.pull_id, ordinal, reason)))
         if upload.next == len(pull.blocks) and upload.under_way_bytes <= 0:

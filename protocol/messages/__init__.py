@@ -34,6 +34,7 @@ from kvcomm_p2p.protocol.messages.fields import (
     PULL_BLOCKS_MAX,
     REFERRALS_MAX,
     RETRY_AFTER_S_MAX,
+    SHARED_BYTES_MAX,
     SIGNATURE_BYTES,
     SIMHASHES_BYTES,
 )
@@ -57,6 +58,7 @@ from kvcomm_p2p.protocol.messages.pulls import (
     PullBlock,
     PullFailed,
     PullFailedReason,
+    SharedBlock,
 )
 from kvcomm_p2p.protocol.messages.tokens import GetTokens, NoTokens, Tokens
 
@@ -76,6 +78,7 @@ Message = Union[
     CancelPull,
     Chunk,
     PullFailed,
+    SharedBlock,
 ]
 
 __all__ = [
@@ -100,6 +103,7 @@ __all__ = [
     "PULL_BLOCKS_MAX",
     "REFERRALS_MAX",
     "RETRY_AFTER_S_MAX",
+    "SHARED_BYTES_MAX",
     "SIGNATURE_BYTES",
     "SIMHASHES_BYTES",
     "Ack",
@@ -124,6 +128,7 @@ __all__ = [
     "Put",
     "Refused",
     "RefusedReason",
+    "SharedBlock",
     "Status",
     "Syn",
     "SynAck",

@@ -12,6 +12,7 @@ from kvcomm_p2p.protocol.messages.fields import (
     PULL_BLOCKS_MAX,
     REFERRALS_MAX,
     RETRY_AFTER_S_MAX,
+    SHARED_BYTES_MAX,
     AnchorIdField,
     BlockBytesField,
     BlockIndexField,
@@ -84,6 +85,26 @@ class Chunk(Struct, frozen=True, array_like=True, tag=14):
 
     def __post_init__(self) -> None:
         require(self.offset + self.length <= BLOCK_BYTES_MAX, "chunk ends behind the largest block")
+
+
+class SharedBlock(Struct, frozen=True, array_like=True, tag=24):
+    """In place of chunks: all `length` bytes of the block at position `ordinal` of the pull stand at `offset` of sealed
+    memory that process `pid` has open as `descriptor`. They stay there until they are credited.
+
+    Both integers are as the holder's process table knows them. `file_id` (the inode) names the memory itself, because
+    processes and descriptors come and go and their numbers are used again.
+    """
+
+    pull_id: CounterField
+    ordinal: OrdinalField
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    descriptor: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    file_id: CounterField
+    offset: Annotated[int, Meta(ge=0, le=SHARED_BYTES_MAX)]
+    length: BlockBytesField
+
+    def __post_init__(self) -> None:
+        require(self.offset + self.length <= SHARED_BYTES_MAX, "block ends behind the largest shared memory")
 
 
 class PullFailedReason(enum.IntEnum):

@@ -104,4 +104,14 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
         st.sampled_from(m.PullFailedReason),
         st.floats(0, m.RETRY_AFTER_S_MAX),
     ),
+    st.builds(
+        m.SharedBlock,
+        counter,
+        ordinal,
+        st.integers(1, 2**31 - 1),
+        st.integers(0, 2**31 - 1),
+        counter,
+        st.integers(0, m.SHARED_BYTES_MAX - m.BLOCK_BYTES_MAX),
+        block_size,
+    ),
 )

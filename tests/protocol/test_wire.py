@@ -45,6 +45,7 @@ SAMPLES: dict[str, m.Message] = {
     "cancel_pull": m.CancelPull(6),
     "chunk": m.Chunk(6, 1, 0, 4096),
     "pull_failed": m.PullFailed(6, None, m.PullFailedReason.BUSY, 0.5),
+    "shared_block": m.SharedBlock(6, 1, 4711, 17, 2**31 + 5, 4096, 1_474_560),
 }
 
 

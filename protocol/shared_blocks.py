@@ -1,0 +1,84 @@
+"""Handing blocks over in memory that two nodes of one machine share, instead of sending them.
+
+The puller asks for it (`Pull.shared`) where both nodes carry the same host tag; the holder answers block by block, with
+a `SharedBlock` where it has the block in shared memory and with chunks where it has not. The bytes are checked before
+they are taken, and only then credited, so the holder's lease lasts until they are safe. What cannot be taken (another
+container's process table, a holder that died, memory that is not sealed, a wrong digest) is asked for once more in
+chunks, by the same fetch within the same deadline, and the holder is not asked to share for a while.
+"""
+
+from __future__ import annotations
+
+from kvcomm_p2p.protocol.events import AdoptShared
+from kvcomm_p2p.protocol.flights import Flight, PullState
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.membership import Membership
+from kvcomm_p2p.protocol.messages import Capability, MemberRecord, SharedBlock
+from kvcomm_p2p.protocol.penalties import PenaltyBox
+
+SENT_INSTEAD_FIRST_S = 10.0
+"""Seconds that a holder is not asked to share after that failed; doubles each time in a row."""
+
+SENT_INSTEAD_MAX_S = 600.0
+
+
+class SharedBlocks:
+    """With whom memory is shared. Counts blocks taken (`taken`) and blocks that had to be sent after all (`failed`)."""
+
+    def __init__(self, me: MemberRecord, membership: Membership) -> None:
+        self._me = me
+        self._membership = membership
+        self._distrusted = PenaltyBox(SENT_INSTEAD_FIRST_S, SENT_INSTEAD_MAX_S)
+        self.taken = 0
+        self.failed = 0
+
+    def with_peer(self, peer: NodeId) -> bool:
+        """Whether both nodes say that they can share memory with each other."""
+        known = self._membership.get(peer)
+        return known is not None and _shares(self._me) and _shares(known.record) and known.record.host == self._me.host
+
+    def asks(self, holder: NodeId, now: float) -> bool:
+        """Whether a pull from this holder should ask for shared memory."""
+        return self.with_peer(holder) and not self._distrusted.left_s(holder, now)
+
+    def forget(self, peer: NodeId) -> None:
+        """A peer is not remembered any more."""
+        self._distrusted.forgive(peer)
+
+    def announced(self, pull: PullState, message: SharedBlock, now: float) -> AdoptShared | None:
+        """The holder offers a block: what to do about it, None if it offers what it may not."""
+        flight = pull.expects(message.ordinal, 0, message.length) if pull.shared else None
+        if flight is None or message.length != flight.want.kv_bytes:
+            return None
+        pull.current = message.ordinal
+        pull.progress_at = now
+        flight.arrived = flight.sharing = True
+        return AdoptShared(flight.want.handle, flight.want.kv_bytes, flight.want.digest, message)
+
+    def read(self, flight: Flight, ok: bool, now: float) -> None:
+        """An offered block was taken, or could not be. Either way the holder may let go of it."""
+        pull = flight.pull
+        pull.progress_at = now
+        pull.received += flight.want.kv_bytes
+        flight.sharing = False
+        if ok:
+            self.taken += 1
+            self._distrusted.forgive(pull.holder)
+        else:
+            self.failed += 1
+            flight.again = True
+            self._distrusted.punish(pull.holder, now)
+
+    def sent_instead(self, pull: PullState, pull_id: int, now: float) -> PullState | None:
+        """A pull, not yet asked for, of what `pull` (all of it decided) could not take; None if it took everything."""
+        again = [flight for flight in pull.flights if flight.again and not flight.settled]
+        if not again:
+            return None
+        retry = PullState(pull_id, pull.fetch, pull.holder, pull.bulk, now, flights=again)
+        for flight in again:
+            flight.pull, flight.arrived, flight.again, flight.received = retry, False, False, 0
+        return retry
+
+
+def _shares(record: MemberRecord) -> bool:
+    return bool(record.host) and bool(record.capabilities & Capability.SHARED_MEMORY)
