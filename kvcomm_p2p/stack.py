@@ -25,17 +25,18 @@ from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.planning.chains import group_tag
 from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.types import Costs, Mode
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord, RefusedReason
 from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.protocol.views import PeerView
 from kvcomm_p2p.reuse.deviations import DeviationMemory
 from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.engine import Filled, ReuseEngine
 from kvcomm_p2p.reuse.foresight import Foresight, predictor_path
 from kvcomm_p2p.reuse.learning import Learner
-from kvcomm_p2p.reuse.lineage import Lineage
 from kvcomm_p2p.reuse.publish import Published, Publisher
 from kvcomm_p2p.reuse.pulling import Puller
 from kvcomm_p2p.reuse.recall import Recall

@@ -24,6 +24,7 @@ from kvcomm_p2p.model.spec import Profile, RotaryGeometry
 from kvcomm_p2p.planning.candidates import Candidate, head_tokens
 from kvcomm_p2p.planning.divergence import DivergenceFit, Symptoms
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs
+from kvcomm_p2p.planning.replan import widened
 from kvcomm_p2p.planning.spans import recompute_positions
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, Repair, ReuseRules, RunChoice, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
@@ -35,7 +36,6 @@ from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symp
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_choice import choose
 from kvcomm_p2p.reuse.recall import CORRECTED_SHARE_MIN
-from kvcomm_p2p.reuse.replan import widened
 from kvcomm_p2p.reuse.shifting import plan_shift
 
 Rows = npt.NDArray[np.int64]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.simhash import window_sketches
 from kvcomm_p2p.planning.stretches import (
     Stretch,
@@ -29,7 +30,6 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId, SequenceId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
-from kvcomm_p2p.reuse.lineage import Lineage
 
 REMOTE_SEQUENCES_MAX = 6
 """Sequences of peers whose token ids are asked for per prompt, best first."""

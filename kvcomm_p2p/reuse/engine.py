@@ -22,6 +22,7 @@ from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.plan import APPROXIMATE, make_plan
+from kvcomm_p2p.planning.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, SpanKind
@@ -35,7 +36,6 @@ from kvcomm_p2p.reuse.foresight import Deviations, Foresight, Outlook
 from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, WIDEN_SHARE_MAX, RepairWatch, Verdict, broken, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.recall import Recall, Recalled
-from kvcomm_p2p.reuse.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.reuse.reporting import ReportBuilder
 from kvcomm_p2p.reuse.rules import profile_rules
 from kvcomm_p2p.reuse.shifting import plan_shift

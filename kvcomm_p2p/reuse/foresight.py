@@ -27,6 +27,7 @@ from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.planning.divergence import RunDeviation, Symptoms
 from kvcomm_p2p.planning.provenance import BARE_TOKENS_MAX, Context
+from kvcomm_p2p.planning.replan import without_runs
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.types import Plan, ReuseRules
 from kvcomm_p2p.protocol.anchors import Miss, MissReason, Visibility
@@ -35,7 +36,6 @@ from kvcomm_p2p.reuse.guard import Watched
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_features import RunFeatures, features
 from kvcomm_p2p.reuse.publish import filled_marks
-from kvcomm_p2p.reuse.replan import without_runs
 from kvcomm_p2p.reuse.selection import Rows, kept_rows, respent, run_positions, run_spans
 
 OBSERVATIONS_PER_SAVE = 50

@@ -22,6 +22,7 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.parts import part_of
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
 from kvcomm_p2p.planning.spans import blocks_needed, entangled, hops_at
@@ -31,7 +32,6 @@ from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, Held
 from kvcomm_p2p.protocol.ids import AnchorId, SequenceId
 from kvcomm_p2p.protocol.pool import stricter
 from kvcomm_p2p.reuse.blocks import copy_block
-from kvcomm_p2p.reuse.lineage import Lineage
 from kvcomm_p2p.reuse.pulling import Pulled
 from kvcomm_p2p.store import BlockStore
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import ModelSpec
+from kvcomm_p2p.planning.replan import without_runs
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.types import Plan, Provenance, Repair, SpanKind
 from kvcomm_p2p.protocol.anchors import Miss, MissReason, Visibility
 from kvcomm_p2p.reuse.correctors import nearest_tokens
 from kvcomm_p2p.reuse.deviations import Deviation, DeviationMemory, strictest
-from kvcomm_p2p.reuse.replan import without_runs
 
 MEMORY_TOKENS_MIN = 256
 """Fewer remembered tokens of a kind correct nothing: too few are like any other token."""

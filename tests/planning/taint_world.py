@@ -20,7 +20,9 @@ from taint_rows import EVERYBODY, LAYOUT, NODES, UNFILLED, Leak, Rows, Slab
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import FetchResult, TokensResult
 from kvcomm_p2p.planning import plan as planning
+from kvcomm_p2p.planning import replan
 from kvcomm_p2p.planning.chains import chain_hashes, group_tag
+from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import blocks_needed
 from kvcomm_p2p.planning.types import Mode, Plan, Provenance, Repair, ReuseRules, SpanKind
@@ -39,9 +41,8 @@ from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
-from kvcomm_p2p.reuse import publish, replan
+from kvcomm_p2p.reuse import publish
 from kvcomm_p2p.reuse.donors import DonorFinder
-from kvcomm_p2p.reuse.lineage import Lineage
 from kvcomm_p2p.reuse.pulling import Puller
 from kvcomm_p2p.store import BlockStore
 

@@ -226,8 +226,8 @@ MUTATIONS: dict[str, dict[str, Any]] = {
     "parts of a run are repaired each by itself": {"planning.spans.entangled": lambda plan: {}},
     "parts of a run are secret each by itself": {"reuse.publish.entangled": lambda plan: {}},
     "donors have no secrets": {"reuse.publish.filled_marks": lambda plan, marks: marks},
-    "replicas are our own": {"reuse.lineage.Lineage.known": lambda lineage, anchor_id: True},
-    "all blocks come": {"reuse.replan.without_blocks": lambda plan, failed, rules: plan},
+    "replicas are our own": {"planning.lineage.Lineage.known": lambda lineage, anchor_id: True},
+    "all blocks come": {"planning.replan.without_blocks": lambda plan, failed, rules: plan},
 }
 
 

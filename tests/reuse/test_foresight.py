@@ -22,6 +22,7 @@ from kvcomm_p2p.model.spec import ModelSpec, Profile
 from kvcomm_p2p.planning.candidates import HEAD_WHY, Candidate
 from kvcomm_p2p.planning.divergence import DivergenceFit
 from kvcomm_p2p.planning.provenance import Context
+from kvcomm_p2p.planning.replan import widened
 from kvcomm_p2p.planning.segments import VisibilityMark
 from kvcomm_p2p.planning.spans import recompute_positions
 from kvcomm_p2p.planning.types import Plan, Provenance, Repair, Run, RunChoice, Span, SpanKind
@@ -32,7 +33,6 @@ from kvcomm_p2p.reuse.foresight import Deviations, Foresight, predictor_path, to
 from kvcomm_p2p.reuse.guard import watched
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_features import RunFeatures, features
-from kvcomm_p2p.reuse.replan import widened
 from kvcomm_p2p.reuse.selection import CHOSEN_WHY, kept_rows, respent, run_positions, run_spans
 
 MODEL = ModelId(b"m" * 16)

@@ -17,6 +17,7 @@ from reuse_cases import LAYOUT, donor, meta, plan_of
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import FetchResult, TokensResult
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.lineage import LINEAGE_MAX, Lineage
 from kvcomm_p2p.planning.segments import cut_anchors
 from kvcomm_p2p.planning.simhash import window_sketches
 from kvcomm_p2p.planning.stretches import without_gaps
@@ -28,7 +29,6 @@ from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
 from kvcomm_p2p.reuse.donors import DISTRUST_S, DISTRUSTED_MAX, DonorFinder, FoundDonors
-from kvcomm_p2p.reuse.lineage import LINEAGE_MAX, Lineage
 from kvcomm_p2p.reuse.publish import _stretches
 from kvcomm_p2p.reuse.pulling import Pulled, Puller
 from kvcomm_p2p.store import BlockStore

@@ -1,0 +1,396 @@
+"""Real protocol nodes under a virtual clock: the second interpreter of effects, beside the driver.
+
+One heap of (time, number, action): what is due at the same time happens in the order in which it was asked for, so a run is
+a function of its seed. Every message is encoded, charged for and decoded; a block is moved as chunks whose bytes nobody
+looks at, and whose digests are right unless their holder was told to spoil them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcomm_p2p.errors import InternalError
+from kvcomm_p2p.protocol import events as ev
+from kvcomm_p2p.protocol import wire
+from kvcomm_p2p.protocol.anchors import BlockHandle, HeldAnchor, Miss
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.messages import Chunk, MemberRecord
+from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.sim.links import Links
+
+SEAL_BYTES = 16
+"""What the driver adds to every frame."""
+
+CHUNK_BYTES = 1024 * 1024
+"""Blocks travel in pieces of this size: small enough that an interface is shared fairly."""
+
+REFUSED_S = 0.0002
+"""After so long a connection to nobody is refused."""
+
+Observer = Callable[[int, ev.Event, float, list[ev.Effect]], None]
+"""Told of every event that a node handled: its number, the event, the time and what it asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What one simulated machine takes for what is no computation of the model, in seconds and bytes per second."""
+
+    digest_bytes_per_s: float = 1.5e9
+    frame_s: float = 0.0
+    """Processor time per control frame received; frames of a node wait for each other."""
+
+
+@dataclass(slots=True)
+class SimNode:
+    """One machine. `generation` counts restarts: what was sent to an earlier one is lost."""
+
+    number: int
+    name: str
+    node: Node
+    config: NodeConfig
+    generation: int = 0
+    up: bool = True
+    frozen: bool = False
+    spoils: bool = False
+    wake_at: float = math.inf
+    free_at: float = 0.0
+    waiting: list[Callable[[], ev.Event | None]] = field(default_factory=list)
+    references: Counter[BlockHandle] = field(default_factory=Counter)
+    spoiled: dict[BlockHandle, None] = field(default_factory=dict)
+    contacts: dict[int, float] = field(default_factory=dict)
+    fetches: dict[int, Callable[[ev.FinishFetch], None]] = field(default_factory=dict)
+    tokens: dict[int, Callable[[ev.FinishTokens], None]] = field(default_factory=dict)
+    lookups: dict[int, Callable[[ev.FinishLookup], None]] = field(default_factory=dict)
+    next_id: int = 1
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.node.me.node_id
+
+
+class World:
+    """Nodes, links, time. All times are seconds since the world began.
+
+    `frames` and `frame_bytes` count what was sent, by message type; `frame_bytes_of` by node.
+    """
+
+    def __init__(self, seed: int = 0, links: Links | None = None, hardware: Hardware | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.links = links or Links(random.Random(self.rng.random()))
+        self.hardware = hardware or Hardware()
+        self.now = 0.0
+        self.nodes: list[SimNode] = []
+        self.observers: list[Observer] = []
+        self.frames: Counter[str] = Counter()
+        self.frame_bytes: Counter[str] = Counter()
+        self.frame_bytes_of: list[int] = []
+        self.payload_bytes_of: list[int] = []
+        self.reports: list[tuple[float, int, ev.ReportPeer]] = []
+        self.steps = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._slots = itertools.count(1)
+        self._by_id: dict[NodeId, int] = {}
+        self._by_address: dict[str, int] = {}
+        self._payload: tuple[int, BlockHandle] | None = None
+        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
+            ev.SendMessage: self._send,
+            ev.SendBlock: self._send_block,
+            ev.StoreChunk: self._store,
+            ev.VerifyBlock: self._verify,
+            ev.DropBlock: lambda machine, effect: self.release(machine, effect.handle),
+            ev.RetainBlock: self._retain,
+            ev.FinishFetch: self._finish_fetch,
+            ev.FinishTokens: lambda machine, effect: machine.tokens.pop(effect.request_id)(effect),
+            ev.FinishJoin: lambda machine, effect: None,
+            ev.ReportPeer: lambda machine, effect: self.reports.append((self.now, machine.number, effect)),
+        }
+
+    # ----------------------------------------------------------------------------------------------------------- nodes
+
+    def add(self, record: MemberRecord, config: NodeConfig, *, site: int = 0) -> SimNode:
+        """One more machine with a node on it, switched on now."""
+        number = self.links.add(site)
+        node = Node(config, me=record, rng=random.Random(self.rng.getrandbits(64)), now=self.now)
+        machine = SimNode(number, record.name, node, config)
+        self.nodes.append(machine)
+        self.frame_bytes_of.append(0)
+        self.payload_bytes_of.append(0)
+        self._register(machine)
+        self._arm(machine)
+        return machine
+
+    def restart(self, machine: SimNode, record: MemberRecord) -> None:
+        """A node starts on a machine that was crashed or stopped, with an empty pool. `record`: who it is now."""
+        if machine.up:
+            raise InternalError(f"{machine.name} is running")
+        machine.node = Node(machine.config, me=record, rng=random.Random(self.rng.getrandbits(64)), now=self.now)
+        machine.up, machine.frozen, machine.wake_at = True, False, math.inf
+        machine.references.clear()
+        machine.spoiled.clear()
+        self._register(machine)
+        self._arm(machine)
+
+    def crash(self, machine: SimNode) -> None:
+        """The process is gone: nobody answers, its callers hear nothing more, connections to it are refused."""
+        self._switch_off(machine)
+        for number in sorted(machine.contacts):
+            other = self.nodes[number]
+            if other.up:
+                self._post(REFUSED_S, self._delivery(other, lambda: ev.PeerUnreachable(machine.node_id)))
+
+    def stop(self, machine: SimNode) -> None:
+        """It says goodbye and is gone."""
+        self.handle(machine, ev.LeaveRequested())
+        self._switch_off(machine)
+
+    def freeze(self, machine: SimNode) -> None:
+        """As SIGSTOP: connections stay, frames wait, nothing is done."""
+        machine.frozen = True
+
+    def thaw(self, machine: SimNode) -> None:
+        """It goes on, first with what has waited."""
+        machine.frozen = False
+        waiting, machine.waiting = machine.waiting, []
+        for make in waiting:
+            self._take_in(machine, make)
+        self._arm(machine)
+
+    def node_of(self, node_id: NodeId) -> SimNode:
+        """The machine on which this node runs or ran last."""
+        return self.nodes[self._by_id[node_id]]
+
+    def _register(self, machine: SimNode) -> None:
+        me = machine.node.me
+        self._by_id[me.node_id] = machine.number
+        self._by_address[me.control] = machine.number
+        self._by_address[me.bulk] = machine.number
+
+    def _switch_off(self, machine: SimNode) -> None:
+        machine.up = False
+        machine.generation += 1
+        machine.waiting.clear()
+        self.links.drop_flows(machine.number)
+        for waiting in (machine.fetches, machine.tokens, machine.lookups):
+            waiting.clear()
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Do `action` at `when`, at once if that has passed."""
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), action))
+
+    def _post(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + delay_s, next(self._order), action))
+
+    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """Let time pass. With `until`, stops as soon as it holds (asked after every step) and returns whether it did."""
+        end = self.now + seconds
+        while True:
+            if until is not None and until():
+                return True
+            if not self._heap or self._heap[0][0] > end:
+                self.now = end
+                return False
+            self.now, _, action = heapq.heappop(self._heap)
+            self.steps += 1
+            action()
+
+    # ----------------------------------------------------------------------------------------------------- what one asks
+
+    def join(self, machine: SimNode, *seeds: str, timeout_s: float = 5.0) -> None:
+        self.handle(machine, ev.JoinRequested(tuple(seeds), self.now + timeout_s))
+
+    def publish(self, machine: SimNode, anchors: tuple[HeldAnchor, ...]) -> None:
+        """The pool takes over one reference to each handle (from `handle_of`)."""
+        self.handle(machine, ev.AnchorsPublished(anchors))
+
+    def new_handle(self, machine: SimNode) -> BlockHandle:
+        """A block of this machine; the caller owns the first reference."""
+        handle = BlockHandle(machine.number, next(self._slots), 1)
+        machine.references[handle] = 1
+        return handle
+
+    def release(self, machine: SimNode, handle: BlockHandle) -> None:
+        """One reference less."""
+        if handle not in machine.references:
+            raise InternalError(f"{machine.name} dropped a block that it does not have")
+        machine.references[handle] -= 1
+        if not machine.references[handle]:
+            del machine.references[handle]
+            machine.spoiled.pop(handle, None)
+
+    def handle(self, machine: SimNode, event: ev.Event) -> None:
+        """Tell a node and carry out what it asks for."""
+        effects = machine.node.handle(event, self.now)
+        for observer in self.observers:
+            observer(machine.number, event, self.now, effects)
+        for effect in effects:
+            self._carry_out(machine, effect)
+        self._arm(machine)
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _arm(self, machine: SimNode) -> None:
+        if not machine.up or machine.frozen:
+            return
+        deadline = max(machine.node.next_deadline(), self.now)
+        if deadline < machine.wake_at:
+            machine.wake_at = deadline
+            generation = machine.generation
+            self.at(deadline, lambda: self._wake(machine, deadline, generation))
+
+    def _wake(self, machine: SimNode, wake_at: float, generation: int) -> None:
+        if machine.generation != generation or machine.wake_at != wake_at:
+            return
+        machine.wake_at = math.inf
+        if machine.frozen:
+            return
+        if machine.node.next_deadline() <= self.now:
+            self.handle(machine, ev.TimerExpired())
+        else:
+            self._arm(machine)
+
+    def _delivery(self, machine: SimNode, make: Callable[[], ev.Event | None]) -> Callable[[], None]:
+        generation = machine.generation
+
+        def deliver() -> None:
+            if machine.generation != generation:
+                return
+            if machine.frozen:
+                machine.waiting.append(make)
+            else:
+                self._take_in(machine, make)
+
+        return deliver
+
+    def _take_in(self, machine: SimNode, make: Callable[[], ev.Event | None]) -> None:
+        event = make()
+        if event is not None:
+            self.handle(machine, event)
+
+    def _carry_out(self, machine: SimNode, effect: ev.Effect) -> None:
+        carry_out = self._effects.get(type(effect))
+        if carry_out is None:
+            raise InternalError(f"the simulator cannot carry out {type(effect).__name__}")
+        carry_out(machine, effect)
+
+    def _store(self, machine: SimNode, effect: ev.StoreChunk) -> None:
+        if self._payload is None:
+            raise InternalError("a chunk was stored that is not being handled")
+        holder, handle = self._payload
+        if self.nodes[holder].spoils or handle in self.nodes[holder].spoiled:
+            machine.spoiled[effect.handle] = None
+
+    def _retain(self, machine: SimNode, effect: ev.RetainBlock) -> None:
+        machine.references[effect.handle] += 1
+
+    def _send(self, machine: SimNode, effect: ev.SendMessage) -> None:
+        number = self._by_id.get(effect.to) if effect.to is not None else self._by_address.get(effect.address)
+        if number is None:
+            return
+        target = self.nodes[number]
+        frame = wire.encode(machine.node_id, effect.message)
+        name = type(effect.message).__name__
+        size = len(frame) + SEAL_BYTES
+        self.frames[name] += 1
+        self.frame_bytes[name] += size
+        self.frame_bytes_of[machine.number] += size
+        if not target.up:
+            if effect.to is not None:
+                self._post(REFUSED_S, self._delivery(machine, lambda: ev.PeerUnreachable(target.node_id)))
+            return
+        target.contacts[machine.number] = self.now
+        for delay_s in self.links.delays_s(machine.number, number, size):
+            self._post(delay_s, self._delivery(target, lambda: ev.MessageReceived(*wire.decode(frame))))
+
+    def _send_block(self, machine: SimNode, effect: ev.SendBlock) -> None:
+        if effect.handle not in machine.references:
+            unavailable = ev.BlockUnavailable(effect.to, effect.pull_id, effect.ordinal)
+            self._post(0.0, self._delivery(machine, lambda: unavailable))
+            return
+        target = self.node_of(effect.to)
+        first = getattr(effect, "offset", 0)
+        for offset in range(first, effect.kv_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, effect.kv_bytes - offset)
+            header = Chunk(effect.pull_id, effect.ordinal, offset, size)
+            self.payload_bytes_of[machine.number] += size
+            self.links.enqueue(
+                machine.number,
+                (target.number, effect.pull_id),
+                size,
+                self._delivery(target, self._chunk(machine, header, effect.handle)),
+            )
+        if self.links.begin(machine.number):
+            self._next_chunk(machine.number)
+
+    def _chunk(self, machine: SimNode, header: Chunk, handle: BlockHandle) -> Callable[[], ev.Event]:
+        sender = machine.node_id
+
+        def arrive() -> ev.Event:
+            self._payload = (machine.number, handle)
+            return ev.ChunkReceived(sender, header.pull_id, header.ordinal, header.offset, header.length)
+
+        return arrive
+
+    def _next_chunk(self, number: int) -> None:
+        sent = self.links.send_next(number, self.now)
+        if sent is None:
+            return
+        left_at, arrives_at, arrive = sent
+        if arrives_at is not None:
+            self.at(arrives_at, arrive)
+        self.at(left_at, lambda: self._next_chunk(number))
+
+    def _verify(self, machine: SimNode, effect: ev.VerifyBlock) -> None:
+        ok = effect.handle not in machine.spoiled
+        delay_s = CHUNK_BYTES / self.hardware.digest_bytes_per_s
+        self._post(delay_s, self._delivery(machine, lambda: ev.BlockVerified(effect.handle, ok)))
+
+    def _finish_fetch(self, machine: SimNode, effect: ev.FinishFetch) -> None:
+        then = machine.fetches.pop(effect.fetch_id, None)
+        if then is None:
+            raise InternalError(f"{machine.name} finished fetch {effect.fetch_id} twice, or one that nobody asked for")
+        then(effect)
+
+    # ------------------------------------------------------------------------------------------------------- questions
+
+    def fetch(
+        self,
+        machine: SimNode,
+        holders: tuple[NodeId, ...],
+        wants: tuple[ev.Want, ...],
+        then: Callable[[ev.FinishFetch], None],
+        *,
+        deadline_s: float = 10.0,
+        stall_s: float = math.inf,
+    ) -> int:
+        """Ask for blocks; `then` is called once. Returns the fetch's id."""
+        fetch_id, machine.next_id = machine.next_id, machine.next_id + 1
+        machine.fetches[fetch_id] = then
+        self.handle(machine, ev.FetchRequested(fetch_id, holders, wants, self.now + deadline_s, stall_s))
+        return fetch_id
+
+    def ask_tokens(
+        self,
+        machine: SimNode,
+        event: Callable[[int], ev.TokensRequested],
+        then: Callable[[ev.FinishTokens], None],
+    ) -> None:
+        """Ask a holder for token ids; `then` is called once."""
+        request_id, machine.next_id = machine.next_id, machine.next_id + 1
+        machine.tokens[request_id] = then
+        self.handle(machine, event(request_id))
+
+
+def is_missed(result: object) -> bool:
+    """Whether an answer is a miss."""
+    return isinstance(result, Miss)
