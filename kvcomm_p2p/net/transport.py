@@ -1,6 +1,9 @@
 """What the driver needs from a network: datagram-like frames to addresses, and bulk replies on the connection that
 asked.
 
+Addresses are "host:port"; where connections are encrypted they end in the key that the server must have
+(`curve.dial_name`).
+
 Frames are opaque here. Nothing blocks and nothing is retried: a frame is handed over or lost, and the protocol expects
 loss. All methods are called, and all callbacks come, on the event loop that `start` ran on.
 """
@@ -32,13 +35,14 @@ class Addresses:
 class Receiver(Protocol):
     """Who is told. Must not raise. Frames and payloads are untrusted bytes of any content."""
 
-    def on_control(self, frame: bytes) -> None:
-        """A control frame arrived."""
+    def on_control(self, frame: bytes, key: bytes = b"") -> None:
+        """A control frame arrived. `key`, here and below: the CURVE key that the other end of the connection has proven to
+        have; empty on connections that are not encrypted."""
 
-    def on_bulk_request(self, connection: Connection, frame: bytes) -> None:
+    def on_bulk_request(self, connection: Connection, frame: bytes, key: bytes = b"") -> None:
         """A frame arrived on an inbound bulk connection. Replies to it go to `connection`."""
 
-    def on_bulk_reply(self, frame: bytes, payload: memoryview | None) -> None:
+    def on_bulk_reply(self, frame: bytes, payload: memoryview | None, key: bytes = b"") -> None:
         """A reply arrived on a bulk connection that this transport opened. `payload` is read-only and never changes;
         it may be kept."""
 

@@ -94,7 +94,9 @@ class Dealer:
         bulk: bool,
         on_message: Callable[[list[zmq.Frame]], None],
         on_lost: Callable[[], None],
+        secure: Callable[[zmq.Socket[bytes]], None] | None = None,
     ) -> None:
+        """`secure` sets what encryption needs, before the socket connects."""
         self.used_at = loop.time()
         self._on_lost = on_lost
         self._lost = False
@@ -102,6 +104,8 @@ class Dealer:
         configure(self._socket, BULK_HWM if bulk else CONTROL_HWM, PAYLOAD_BYTES_MAX if bulk else FRAME_BYTES_MAX)
         if bulk:
             self._socket.setsockopt(zmq.RCVBUF, BULK_BUFFER_BYTES)
+        if secure is not None:
+            secure(self._socket)
         # A name of its own: pyzmq's default reuses names while the monitor before is still being torn down.
         endpoint = f"inproc://kvcomm-monitor-{next(_monitor_numbers)}"
         self._monitor = context.socket(zmq.PAIR)

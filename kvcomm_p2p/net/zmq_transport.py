@@ -1,4 +1,4 @@
-"""ZeroMQ on loopback.
+"""ZeroMQ over TCP: plain on loopback, encrypted (`curve`) anywhere else.
 
 Control plane: a ROUTER that only receives, and a DEALER per peer that only sends. Bulk plane: a ROUTER that answers
 on the connection that asked, and a DEALER per holder that asks and receives. Plain sockets driven by the loop's
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import zmq
 
 from kvcomm_p2p.errors import ConfigError, TransportError
 from kvcomm_p2p.net.allocator import KEEP_BYTES, keep_freed_memory
+from kvcomm_p2p.net.curve import CurveKeys, Doorman, key_of, split_dial_name
 from kvcomm_p2p.net.transport import FRAME_BYTES_MAX, Addresses, Connection, Receiver
 from kvcomm_p2p.net.zmq_sockets import BULK_BUFFER_BYTES, BULK_HWM, CONTROL_HWM, Dealer, Watch, configure
 from kvcomm_p2p.settings import is_loopback
@@ -38,7 +40,8 @@ _Waiting: TypeAlias = "deque[tuple[bytes, memoryview | None]]"
 
 
 class ZmqTransport:
-    """See `transport.Transport`. One Context of its own. Raises ConfigError for a host that is not loopback."""
+    """See `transport.Transport`. One Context of its own. Raises ConfigError for a host that is not loopback, unless there
+    are keys to encrypt with."""
 
     def __init__(
         self,
@@ -49,10 +52,14 @@ class ZmqTransport:
         bulk_port: int = 0,
         io_threads: int = 2,
         keep_freed_bytes: int = KEEP_BYTES,
+        curve: CurveKeys | None = None,
     ) -> None:
-        """Ports: 0 is any free one. `keep_freed_bytes`: see `allocator`; 0 leaves the process's allocator alone."""
-        for host in (bind_host, advertise_host or bind_host):
-            _require_loopback(host)
+        """Ports: 0 is any free one. `keep_freed_bytes`: see `allocator`; 0 leaves the process's allocator alone. `curve`:
+        encrypt everything, and let in only whom it names."""
+        self._curve = curve
+        if curve is None:
+            for host in (bind_host, advertise_host or bind_host):
+                _require_loopback(host)
         self._bind_host = "127.0.0.1" if bind_host == "localhost" else bind_host
         self._advertise_host = advertise_host or self._bind_host
         self._ports = (control_port, bulk_port)
@@ -72,15 +79,19 @@ class ZmqTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._receiver = receiver
+        curve = self._curve
+        self._doorman = None if curve is None else Doorman(self._loop, self._context, curve.lets_in)
         try:
             self._control_router, control_port = self._bind(self._ports[0], bulk=False)
             self._bulk_router, bulk_port = self._bind(self._ports[1], bulk=True)
         except TransportError:
+            if self._doorman is not None:
+                self._doorman.close()
             self._context.destroy(linger=0)
             self._receiver = None
             raise
-        self._control_watch = Watch(self._loop, self._control_router, self._on_control)
-        self._bulk_watch = Watch(self._loop, self._bulk_router, self._on_bulk_request)
+        self._control_watch = Watch(self._loop, self._control_router, self._on_control, copy=curve is None)
+        self._bulk_watch = Watch(self._loop, self._bulk_router, self._on_bulk_request, copy=curve is None)
         self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
         return Addresses(f"{self._advertise_host}:{control_port}", f"{self._advertise_host}:{bulk_port}")
 
@@ -128,6 +139,8 @@ class ZmqTransport:
         for watch, router in ((self._control_watch, self._control_router), (self._bulk_watch, self._bulk_router)):
             watch.stop()
             router.close(0)
+        if self._doorman is not None:
+            self._doorman.close()
         self._context.term()
 
     # ---------------------------------------------------------------------------------------------------------- inside
@@ -139,6 +152,8 @@ class ZmqTransport:
             router.setsockopt(zmq.SNDBUF, BULK_BUFFER_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.BACKLOG, 512)
+        if self._curve is not None:
+            self._curve.serve(router)
         try:
             router.bind(f"tcp://{self._bind_host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -156,14 +171,19 @@ class ZmqTransport:
         if dealer is None:
             try:
                 dealer = self._open(plane, address)
-            except (ConfigError, zmq.ZMQError):
+            except (ConfigError, ValueError, zmq.ZMQError):
                 return False
         plane.move_to_end(address)
         return dealer.send(frame, self._loop.time())
 
-    def _open(self, plane: OrderedDict[str, Dealer], address: str) -> Dealer:
-        """Raises ConfigError for an address that is not loopback, ZMQError."""
-        _require_loopback(address.rpartition(":")[0])
+    def _open(self, plane: OrderedDict[str, Dealer], name: str) -> Dealer:
+        """Raises ConfigError for a plain address that is not loopback, ValueError for a bad key, ZMQError."""
+        address, server_key = split_dial_name(name)
+        curve = self._curve
+        if curve is None or not server_key:
+            if curve is not None:
+                raise ConfigError(f"{address!r} cannot be dialled without the key of who listens there")
+            _require_loopback(address.rpartition(":")[0])
         if len(plane) >= PEER_SOCKETS_MAX:
             self._close_one(plane, next(iter(plane)))
         bulk = plane is self._bulk
@@ -172,37 +192,43 @@ class ZmqTransport:
             self._context,
             address,
             bulk=bulk,
-            on_message=self._on_bulk_reply if bulk else self._on_stray,
-            on_lost=lambda: self._on_lost(plane, address),
+            on_message=partial(self._on_bulk_reply, server_key) if bulk else self._on_stray,
+            on_lost=lambda: self._on_lost(plane, name),
+            secure=None if curve is None else partial(curve.dial, server_key=server_key),
         )
-        plane[address] = dealer
+        plane[name] = dealer
         return dealer
 
     def _close_one(self, plane: OrderedDict[str, Dealer], address: str) -> None:
         plane.pop(address).close(0)
 
-    def _on_control(self, parts: list[bytes]) -> None:
+    def _on_control(self, parts: list[Any]) -> None:
         if self._receiver is None:
             return
         if len(parts) == 2:
-            self._receiver.on_control(parts[1])
+            self._receiver.on_control(*self._opened(parts[1]))
         else:
             self._receiver.on_malformed()
 
-    def _on_bulk_request(self, parts: list[bytes]) -> None:
+    def _on_bulk_request(self, parts: list[Any]) -> None:
         if self._receiver is None:
             return
         if len(parts) == 2:
-            self._receiver.on_bulk_request(Connection(parts[0]), parts[1])
+            connection = parts[0] if self._curve is None else parts[0].bytes
+            self._receiver.on_bulk_request(Connection(connection), *self._opened(parts[1]))
         else:
             self._receiver.on_malformed()
 
-    def _on_bulk_reply(self, parts: list[zmq.Frame]) -> None:
+    def _opened(self, frame: Any) -> tuple[bytes, ...]:
+        """What came and, where that is known, whose connection it came on."""
+        return (frame,) if self._curve is None else (frame.bytes, key_of(frame))
+
+    def _on_bulk_reply(self, server_key: bytes, parts: list[zmq.Frame]) -> None:
         if self._receiver is None:
             return
         if len(parts) in (1, 2) and len(parts[0]) <= FRAME_BYTES_MAX:
             payload = parts[1].buffer.toreadonly() if len(parts) == 2 else None
-            self._receiver.on_bulk_reply(parts[0].bytes, payload)
+            self._receiver.on_bulk_reply(parts[0].bytes, payload, *((server_key,) if server_key else ()))
         else:
             self._receiver.on_malformed()
 
@@ -263,6 +289,6 @@ class ZmqTransport:
 def _require_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
-            f"{host!r} is not a loopback address; encrypted transport for other addresses does not exist yet: "
-            "use 127.0.0.1"
+            f"{host!r} is not a loopback address, and this node has no keys to encrypt with: use 127.0.0.1, or run "
+            "`kvcomm keys new` and `kvcomm keys allow`"
         )
