@@ -29,12 +29,23 @@ _CONFIG_NAMES = (
     "residual_multiplier", "attention_multiplier", "num_experts_per_tok", "num_local_experts", "norm_topk_prob",
 )  # fmt: skip
 
+_ROTARY_NAMES = ("rope_parameters", "partial_rotary_factor", "rope_interleaved", "no_rope_layers")
+_PART_DIGITS = 16
+"""Of a part's digest: enough to compare, and short enough to read."""
+
 
 def model_id(
     model: Any, tokenizer: Any, layout: KVLayout, *, files: Iterable[Path] = (), cache_dir: Path | None = None
 ) -> ModelId:
     """Identity of a loaded model. `files`: the weight files it came from; with `cache_dir`, the weights' digest is
     remembered there by their path, size and modification time, so that it is computed once."""
+    return identity_of(model, tokenizer, layout, files=files, cache_dir=cache_dir)[0]
+
+
+def identity_of(
+    model: Any, tokenizer: Any, layout: KVLayout, *, files: Iterable[Path] = (), cache_dir: Path | None = None
+) -> tuple[ModelId, dict[str, str]]:
+    """`model_id`, and its parts: name -> what is equal where the part is (a digest, or a value that can be read)."""
     config = model.config.get_text_config(decoder=True)
     document = {
         "version": VERSION,
@@ -45,7 +56,20 @@ def model_id(
         "kv_shape": [layout.layers, layout.kv_heads, layout.key_dim, layout.value_dim],
         "config": {name: value for name in _CONFIG_NAMES if (value := _setting(config, name)) is not None},
     }
-    return ModelId(hashlib.sha256(_canonical(document)).digest()[:MODEL_ID_BYTES])
+    return ModelId(hashlib.sha256(_canonical(document)).digest()[:MODEL_ID_BYTES]), _parts(document)
+
+
+def _parts(document: dict[str, Any]) -> dict[str, str]:
+    settings = document["config"]
+    rotary = {name: settings[name] for name in _ROTARY_NAMES if name in settings}
+    other = {name: value for name, value in settings.items() if name not in _ROTARY_NAMES}
+    readable = {name: str(document[name]) for name in ("version", "kv_dtype", "kv_shape")}
+    digests = {name: document[name][:_PART_DIGITS] for name in ("weights", "tokenizer", "adapter")}
+    config = {
+        name: hashlib.sha256(_canonical(value)).hexdigest()[:_PART_DIGITS]
+        for name, value in (("rotary", rotary), ("config", other))
+    }
+    return {**readable, **digests, **config}
 
 
 def weights_digest(model: Any) -> str:

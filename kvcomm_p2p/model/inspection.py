@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcomm_p2p.model.cache import KVCache
-from kvcomm_p2p.model.identity import model_id
+from kvcomm_p2p.model.identity import identity_of
 from kvcomm_p2p.model.profiles import load_profile
 from kvcomm_p2p.model.rotary import LayerKV, find_rotary
 from kvcomm_p2p.model.spec import ModelSpec
@@ -46,7 +46,7 @@ def inspect_model(
     rotary, exact_only = None, refusal
     if not refusal:
         rotary, exact_only = find_rotary(model, call.probe, probe_ids, context)
-    identity = model_id(model, tokenizer, layout, files=files, cache_dir=cache_dir)
+    identity, parts = identity_of(model, tokenizer, layout, files=files, cache_dir=cache_dir)
     profile_dirs = () if cache_dir is None else (cache_dir / "profiles",)
     return ModelSpec(
         name=name,
@@ -57,6 +57,7 @@ def inspect_model(
         exact_only_reason=exact_only,
         share_refusal=refusal,
         profile=load_profile(identity, profile_dirs) if rotary is not None else None,
+        identity_parts=parts,
     )
 
 

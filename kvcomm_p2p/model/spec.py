@@ -52,7 +52,8 @@ class Profile:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Identity and shape. `share_refusal` non-empty: this model's KV cannot be exchanged at all, and why (dense only).
-    `rotary` None: exact prefix reuse only, `exact_only_reason` says why. `profile` None: exact only until measured."""
+    `rotary` None: exact prefix reuse only, `exact_only_reason` says why. `profile` None: exact only until measured.
+    `identity_parts`: of what `model_id` is a digest, to see which part of two models differs."""
 
     name: str
     model_id: ModelId
@@ -62,3 +63,4 @@ class ModelSpec:
     exact_only_reason: str
     share_refusal: str
     profile: Profile | None
+    identity_parts: Mapping[str, str] = field(default_factory=dict)

@@ -89,3 +89,22 @@ def test_in_memory_and_loaded_are_the_same_model(
     tiny_tokenizer.save_pretrained(tmp_path)
     loaded = ModelRunner.load(tmp_path, cache_dir=tmp_path / "cache")
     assert loaded.spec.model_id == model_id(model, loaded.tokenizer)
+
+
+def test_parts_say_what_differs(tiny_llama: Callable[..., Any]) -> None:
+    def parts(model: Any) -> dict[str, str]:
+        return dict(ModelRunner.from_model(model, None, "any name").spec.identity_parts)
+
+    plain = parts(tiny_llama())
+    assert parts(tiny_llama()) == plain
+    assert set(plain) == {"version", "kv_dtype", "kv_shape", "weights", "tokenizer", "adapter", "rotary", "config"}
+    weights = tiny_llama()
+    with torch.no_grad():
+        weights.model.layers[1].mlp.down_proj.weight[3, 5] += 1e-6
+    changed = {
+        "weights": parts(weights),
+        "rotary": parts(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+        "config": parts(tiny_llama(rms_norm_eps=1e-3)),
+    }
+    for name, found in changed.items():
+        assert {part for part in plain if plain[part] != found[part]} == {name}

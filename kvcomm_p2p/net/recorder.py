@@ -1,0 +1,330 @@
+"""Records what happens to a node, and plays it back to a fresh one: docs/recording.md describes the file.
+
+A node does nothing but answer events, so its settings, its record, the state of its random numbers and its events with their
+times give every effect again. Of the effects a recording holds digests only. It never holds KV; events hold token ids, unless
+they are redacted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import IO, Any, get_args
+
+import msgpack
+import msgspec
+import numpy as np
+
+from kvcomm_p2p.errors import UsageError
+from kvcomm_p2p.protocol.anchors import HeldAnchor
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.events import AnchorsPublished, AnchorTokens, Effect, Event
+from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, MemberRecord, Tokens
+from kvcomm_p2p.protocol.node import Node
+
+FORMAT = "kvcomm recording"
+FORMAT_VERSION = 1
+RECORD_BYTES_MAX = 64 << 20
+RECORDING_BYTES_MAX = 256 << 20
+FLUSH_S = 1.0
+"""What a process that is killed loses at most, in seconds of its node's clock."""
+
+DIGEST_BYTES = 16
+SUFFIX = ".kvrec"
+
+_LENGTH = struct.Struct("<I")
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+class RecordingError(UsageError):
+    """A file that is not a recording, or of another version."""
+
+
+class Recorder:
+    """Writes one node's recording. Use it from one thread. Stops by itself, with an end mark, at `bytes_max`."""
+
+    def __init__(self, path: Path, *, bytes_max: int = RECORDING_BYTES_MAX, redact: bool = False) -> None:
+        """Makes `path` (mode 0600); raises OSError, also if it exists. `redact`: token ids are replaced by digests under a
+        key that is thrown away, equal ids by equal digests."""
+        self.path = path
+        self._bytes_max = bytes_max
+        self._key = os.urandom(32) if redact else b""
+        self._file: IO[bytes] | None = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        self._whole = hashlib.sha256()
+        self._written = 0
+        self._events = 0
+        self._flushed_at = 0.0
+
+    def begin(self, config: NodeConfig, me: MemberRecord, rng: random.Random, now: float) -> None:
+        """Before the node is made from the same values."""
+        version, state, gauss = rng.getstate()
+        self._flushed_at = now
+        head = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "protocol": PROTOCOL_VERSION,
+            "redacted": bool(self._key),
+            "config": _plain(config),
+            "me": _plain(me),
+            "rng": [version, list(state), gauss],
+            "now": now,
+        }
+        self._write(head)
+
+    def add(self, event: Event, now: float, effects: Sequence[Effect] | None) -> None:
+        """One event was handled; `effects` None: the node raised."""
+        if self._file is None:
+            return
+        event, effects = self._redacted(event), None if effects is None else [self._redacted(each) for each in effects]
+        self._write([now, type(event).__name__, _plain(event), _digest(effects)])
+        self._events += 1
+        if self._written >= self._bytes_max:
+            self.close("full")
+        elif now - self._flushed_at >= FLUSH_S:
+            self._flushed_at = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Everything so far can be read by others."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self, why: str = "closed") -> None:
+        """Write the end mark. Calling it again does nothing."""
+        if self._file is not None:
+            self._write({"end": why, "events": self._events, "sha256": self._whole.digest()})
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Any) -> None:
+        packed: bytes = msgpack.packb(record, use_bin_type=True)
+        assert self._file is not None
+        self._file.write(_LENGTH.pack(len(packed)) + packed)
+        self._whole.update(packed)
+        self._written += _LENGTH.size + len(packed)
+
+    def _redacted(self, value: Any) -> Any:
+        return redacted(value, self._key) if self._key else value
+
+
+class RecordedNode(Node):
+    """A node that shows its recorder every event with its effects."""
+
+    def __init__(
+        self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float, recorder: Recorder
+    ) -> None:
+        recorder.begin(config, me, rng, now)
+        self._recorder = recorder
+        super().__init__(config, me=me, rng=rng, now=now)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """See `Node.handle`."""
+        try:
+            effects = super().handle(event, now)
+        except Exception:
+            self._recorder.add(event, now, None)
+            raise
+        self._recorder.add(event, now, effects)
+        return effects
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event, when it was handled, and the digest of its effects."""
+
+    now: float
+    event: Event
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """`end`: why it ended ("closed", "full", "copied"); "" for a file that was cut off: `steps` are then those before the
+    cut."""
+
+    config: NodeConfig
+    me: MemberRecord
+    rng_state: tuple[Any, ...]
+    now: float
+    redacted: bool
+    steps: tuple[Step, ...]
+    end: str
+
+    def node(self) -> Node:
+        """A fresh node, as it was when recording began."""
+        rng = random.Random()
+        rng.setstate(self.rng_state)
+        return Node(self.config, me=self.me, rng=rng, now=self.now)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """`events` were replayed with equal effects; `differs_at` is the index of the first that was not (None: all were)."""
+
+    events: int
+    differs_at: int | None
+    end: str
+
+
+def read_recording(path: Path) -> Recording:
+    """The whole file, or as much of it as there is before a cut. Raises RecordingError, OSError."""
+    records = _records(path)
+    head = _first(records)
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise RecordingError(f"{path} is not a recording: make one with kvcomm up --record DIR")
+    if (head["version"], head["protocol"]) != (FORMAT_VERSION, PROTOCOL_VERSION):
+        found = f"format {head['version']} of protocol {head['protocol']}"
+        here = f"format {FORMAT_VERSION} of protocol {PROTOCOL_VERSION}"
+        raise RecordingError(f"{path} is a recording in {found}, this version replays {here}: use the version it is of")
+    steps: list[Step] = []
+    end = ""
+    try:
+        for record in records:
+            if isinstance(record, dict):
+                end = str(record["end"])
+                break
+            now, name, given, digest = record
+            steps.append(Step(now, event_of(name, given), digest))
+        version, state, gauss = head["rng"]
+        config, me = (_value(head[name], kind) for name, kind in (("config", NodeConfig), ("me", MemberRecord)))
+    except (msgspec.ValidationError, msgpack.UnpackException, KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"{path} is damaged after {len(steps):,} events: {error!s:.200}") from None
+    return Recording(config, me, (version, tuple(state), gauss), head["now"], head["redacted"], tuple(steps), end)
+
+
+def replay(recording: Recording) -> Replay:
+    """Handle the same events again, up to the first whose effects differ."""
+    node = recording.node()
+    for index, step in enumerate(recording.steps):
+        if effects_digest(node, step) != step.digest:
+            return Replay(index, index, recording.end)
+    return Replay(len(recording.steps), None, recording.end)
+
+
+def effects_digest(node: Node, step: Step) -> bytes:
+    """Of what `node` answers to a step now."""
+    try:
+        return _digest(node.handle(step.event, step.now))
+    except Exception:  # what the node raises is part of what it does
+        return _digest(None)
+
+
+def copy_recording(source: Path, target: Path) -> int:
+    """What is in `source` now, whole records only, to `target` (made, mode 0600) with an end mark. Returns the number of
+    events. Raises RecordingError, OSError."""
+    whole, events = hashlib.sha256(), -1
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        for packed in _packed(source):
+            if events >= 0 and isinstance(msgpack.unpackb(packed, raw=False), dict):
+                break  # the end mark of a recording that is full
+            file.write(_LENGTH.pack(len(packed)) + packed)
+            whole.update(packed)
+            events += 1
+        mark = msgpack.packb({"end": "copied", "events": events, "sha256": whole.digest()}, use_bin_type=True)
+        file.write(_LENGTH.pack(len(mark)) + mark)
+    if events < 0:
+        target.unlink()
+        raise RecordingError(f"{source} is not a recording")
+    return events
+
+
+def redacted(value: Any, key: bytes) -> Any:
+    """An event or effect, or a part of one, with its token ids replaced by the first 4 bytes of their keyed BLAKE2b."""
+    if isinstance(value, HeldAnchor | AnchorTokens):
+        return replace(value, token_ids=_mapped(value.token_ids, key))
+    if isinstance(value, Tokens):
+        ids = np.frombuffer(value.token_ids, "<u4")
+        return msgspec.structs.replace(value, token_ids=_mapped(ids, key).astype("<u4").tobytes())
+    if isinstance(value, AnchorsPublished):
+        return AnchorsPublished(tuple(redacted(anchor, key) for anchor in value.anchors))
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {}
+        for name in ("message", "result"):
+            part = getattr(value, name, None)
+            if isinstance(part, Tokens | AnchorTokens):
+                changed[name] = redacted(part, key)
+        return replace(value, **changed) if changed else value
+    return value
+
+
+def _mapped(ids: Any, key: bytes) -> Any:
+    distinct, places = np.unique(np.asarray(ids), return_inverse=True)
+    images = [
+        int.from_bytes(hashlib.blake2b(int(i).to_bytes(4, "little"), key=key).digest()[:4], "little") for i in distinct
+    ]
+    mapped = np.array(images, dtype=np.uint32)[places]
+    mapped.flags.writeable = False
+    return mapped
+
+
+def event_of(name: str, given: Any) -> Event:
+    """The event that `_plain` was given. Raises ValueError."""
+    kind = _EVENTS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown event {name}")
+    event: Event = _value(given, kind)
+    return event
+
+
+def _plain(value: Any) -> Any:
+    """Lists, dicts, numbers, texts and bytes."""
+    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain_array)
+
+
+def _plain_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} cannot be recorded")
+
+
+def _value(plain: Any, kind: type) -> Any:
+    return msgspec.convert(plain, kind, builtin_types=(bytes,), dec_hook=_array)
+
+
+def _array(kind: type, plain: Any) -> Any:
+    dtype, shape, raw = plain
+    array = np.frombuffer(raw, dtype).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+def _digest(effects: Sequence[Effect] | None) -> bytes:
+    """Of effects in their order; of None (the node raised), nothing equals it."""
+    plain = None if effects is None else [[type(effect).__name__, _plain(effect)] for effect in effects]
+    packed = msgpack.packb(plain, use_bin_type=True)
+    return hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
+
+
+def _records(path: Path) -> Iterator[Any]:
+    """Up to and with the end mark. Raises ValueError where that contradicts what stands before it."""
+    whole = hashlib.sha256()
+    for packed in _packed(path):
+        record = msgpack.unpackb(packed, raw=False, strict_map_key=False)
+        if isinstance(record, dict) and "end" in record and record["sha256"] != whole.digest():
+            raise ValueError("the file was changed")
+        whole.update(packed)
+        yield record
+
+
+def _first(records: Iterator[Any]) -> Any:
+    try:
+        return next(records, None)
+    except (ValueError, msgpack.UnpackException):
+        return None
+
+
+def _packed(path: Path) -> Iterator[bytes]:
+    """Records that are there as a whole."""
+    with path.open("rb") as file:
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            if length > RECORD_BYTES_MAX or len(packed := file.read(length)) < length:
+                return
+            yield packed
