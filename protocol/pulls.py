@@ -345,7 +345,7 @@ class Pulls:
             for flight in pull.flights:
                 if not flight.settled:
                     effects += self._lose(flight, miss, now, lost_s, again)
-            effects += self._relaunch(again, now, pull.progress_at)
+            effects += self._relaunch(again, now, now if all(f.arrived for f in pull.flights) else pull.progress_at)
         for holder in dict.fromkeys(pull.holder for pull in ending):
             effects += self._start_queued(holder, now)
         return effects
@@ -374,8 +374,8 @@ class Pulls:
         return effects
 
     def _lost_s(self, pull: PullState, miss: Miss, since: float, now: float) -> float:
-        """A caller that stops waiting lost nothing; one whose deadline passes lost the time without progress."""
-        if miss.reason is not MissReason.DEADLINE:
+        """A caller that stops waiting lost nothing; one whose deadline passes lost the time that its holder let pass."""
+        if miss.reason is not MissReason.DEADLINE or all(flight.arrived for flight in pull.flights):
             return 0.0
         if pull.phase is Phase.QUEUED:
             mine = [other.progress_at for other in self._pulls.values() if other.holder == pull.holder]

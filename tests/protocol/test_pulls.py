@@ -156,6 +156,17 @@ def test_deadline_is_kept_and_the_loss_is_the_time_since_progress() -> None:
     assert reasons(finish) == [MissReason.DEADLINE] * 2 and finish.wait_lost_s == pytest.approx(0.03)
 
 
+def test_waiting_for_digests_is_not_time_lost_to_a_peer() -> None:
+    node = puller()
+    node.handle(request(1, deadline=1.5), 1.0)
+    node.handle(request(2, deadline=1.5), 1.0)
+    for ordinal in (0, 1):
+        node.handle(chunk(1, ordinal), 1.01)
+    answers = of(node.handle(ev.TimerExpired(), 1.5), ev.FinishFetch)
+    assert [reasons(answer) for answer in answers] == [[MissReason.DEADLINE] * 2] * 2
+    assert [answer.wait_lost_s for answer in answers] == [0.0, 0.0]
+
+
 def test_cancel_is_answered_and_told() -> None:
     node = puller()
     node.handle(request(), 1.0)
