@@ -1,64 +1,21 @@
-"""Find donors: from a prompt's chain hashes and fingerprints to sequences of token ids that may hold equal runs."""
+"""Find donors over the network: carries out the questions that `planning.finding` asks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
-from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.finding import AskDirectory, AskTokens, Compute, Finding, FoundDonors, Question
 from kvcomm_p2p.planning.lineage import Lineage
-from kvcomm_p2p.planning.simhash import window_sketches
-from kvcomm_p2p.planning.stretches import (
-    Stretch,
-    choose_stretches,
-    led_back,
-    prefix_of,
-    without_gaps,
-    without_repeated,
-)
-from kvcomm_p2p.planning.types import Donor
-from kvcomm_p2p.planning.winnow import ContentMark, fingerprints
-from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
-from kvcomm_p2p.protocol.events import AnchorTokens
-from kvcomm_p2p.protocol.ids import AnchorId, NodeId, SequenceId
-from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
-
-REMOTE_SEQUENCES_MAX = 6
-"""Sequences of peers whose token ids are asked for per prompt, best first."""
-
-TOKENS_CACHED_MAX = 512
-"""Anchors of peers whose token ids are remembered (2 kB each)."""
-
-DISTRUST_S = 120.0
-"""How long a copy that the guard rejected is not offered again."""
-
-DISTRUSTED_MAX = 1024
-"""Rejections that are remembered: the latest."""
-
-
-SKETCHED_BELOW = 0.5
-"""Prompts of whose fingerprints less than this share is known anywhere are also looked up by SimHash."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundDonors:
-    """Donors with token ids. `details` holds, per (holder, anchor), ids and block digests as a peer stated them.
-
-    `dropped`: holders (or None for the whole lookup) that yielded nothing, and why.
-    """
-
-    donors: tuple[Donor, ...]
-    details: dict[tuple[NodeId, AnchorId], AnchorTokens]
-    dropped: tuple[tuple[NodeId | None, Miss], ...]
-    wait_lost_s: float
+from kvcomm_p2p.planning.winnow import ContentMark
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 
 
 class DonorFinder:
@@ -76,210 +33,44 @@ class DonorFinder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
-        self._lineage = lineage
-        self._me = me
-        self._spec = spec
-        self._vocabulary_size = vocabulary_size
-        self._key = content_key
-        self._clock = clock
-        self._known: OrderedDict[tuple[NodeId, AnchorId], AnchorTokens] = OrderedDict()
-        self._rejected_at: OrderedDict[tuple[NodeId, AnchorId], float] = OrderedDict()
+        self._finding = Finding(
+            lineage,
+            me=me,
+            model_id=spec.model_id,
+            layout=spec.layout,
+            context_tokens_max=spec.context_tokens_max,
+            vocabulary_size=vocabulary_size,
+            content_key=content_key,
+            held=driver.held,
+            clock=clock,
+        )
 
     async def find(self, token_ids: npt.NDArray[np.uint32], marks: Sequence[ContentMark] = ()) -> FoundDonors:
         """Donors for a prompt (uint32 [T]) and the names of its short contents; waits for peers at most the protocol's
         tokens timeout."""
-        loop = asyncio.get_running_loop()
-        lookup = await loop.run_in_executor(None, self._lookup, token_ids, marks)
-        result = self._driver.find(lookup)
-        if _matched(result) < SKETCHED_BELOW * len(lookup.fingerprints):
-            # Little is equal: perhaps much is nearly equal.
-            sketches = await loop.run_in_executor(None, window_sketches, token_ids, self._key)
-            lookup = replace(lookup, sketches=sketches)
-            result = self._driver.find(lookup)
-        failed: dict[NodeId, Miss] = {}
-        hits = self._sound((*result.hits, *self._own_beginnings(lookup, result)), failed)
-        stretches = self._stretches(hits, lookup)
-        # Branches of one holder share anchors: each is asked for once.
-        every = {
-            (stretch.holder, anchor.anchor_id): (stretch.holder, anchor)
-            for stretch in stretches
-            if stretch.holder != self._me
-            for anchor in stretch.anchors
-        }
-        wanted = [each for key, each in every.items() if key not in self._known]
-        answers = await asyncio.gather(*(self._driver.tokens(holder, anchor) for holder, anchor in wanted))
-        lost = 0.0
-        for (holder, anchor), answer in zip(wanted, answers, strict=True):
-            lost = max(lost, answer.wait_lost_s)
-            miss = answer.result if isinstance(answer.result, Miss) else self._contradiction(anchor, answer.result)
-            if miss is not None:
-                failed.setdefault(holder, miss)
-            elif isinstance(answer.result, AnchorTokens):
-                self._remember(holder, anchor.anchor_id, answer.result)
-        return self._assemble(stretches, result, failed, lost)
+        search = self._finding.search(token_ids, marks)
+        answer: Any = None
+        while True:
+            try:
+                question = search.send(answer)
+            except StopIteration as found:
+                donors: FoundDonors = found.value
+                return donors
+            answer = await self._answer(question)
 
     def forget(self, holder: NodeId, anchor_id: AnchorId) -> None:
         """What this holder said of this anchor turned out wrong."""
-        self._known.pop((holder, anchor_id), None)
+        self._finding.forget(holder, anchor_id)
 
     def distrust(self, holder: NodeId, anchor_id: AnchorId) -> None:
-        """The guard rejected what was made of this anchor: for DISTRUST_S the holder's copy is not offered.
+        """The guard rejected what was made of this anchor: see `Finding.distrust`."""
+        self._finding.distrust(holder, anchor_id)
 
-        What is our own is still offered where chain hashes say that the prompt begins with it: there our bits are right,
-        whatever came of moving them.
-        """
-        self._rejected_at[holder, anchor_id] = self._clock()
-        self._rejected_at.move_to_end((holder, anchor_id))
-        while len(self._rejected_at) > DISTRUSTED_MAX:
-            self._rejected_at.popitem(last=False)
-
-    def _distrusted(self, holder: NodeId, anchor: AnchorMeta, prefix_tokens: int) -> bool:
-        rejected_at = self._rejected_at.get((holder, anchor.anchor_id))
-        if rejected_at is None or self._clock() - rejected_at >= DISTRUST_S:
-            return False
-        return holder != self._me or prefix_tokens < anchor.end
-
-    def _lookup(self, token_ids: npt.NDArray[np.uint32], marks: Sequence[ContentMark]) -> Lookup:
-        values, _ = fingerprints(token_ids, self._key)
-        named = np.array([mark.fingerprint for mark in marks], dtype=np.uint32)
-        chains = tuple(chain_hashes(token_ids, self._key, self._spec.model_id))
-        return Lookup(self._spec.model_id, chains, np.unique(np.concatenate((values, named))))
-
-    def _own_beginnings(self, lookup: Lookup, result: LookupResult) -> list[AnchorHit]:
-        """Own sequences that begin with the prompt's first block, whatever else they share with it."""
-        found = {hit.meta.anchor_id for hit in result.hits if hit.holder == self._me}
-        beginnings = self._lineage.beginnings(lookup.chains[0]) if lookup.chains else ()
-        held = [self._driver.held(anchor_id) for anchor_id in beginnings if anchor_id not in found]
-        return [AnchorHit(anchor.meta, self._me, 0, 0) for anchor in held if anchor is not None]
-
-    def _sound(self, hits: Sequence[AnchorHit], failed: dict[NodeId, Miss]) -> list[AnchorHit]:
-        """Hits that may be offered and whose metadata this model's KV can have; `failed` gets what is wrong with others."""
-        sound: list[AnchorHit] = []
-        for hit in hits:
-            meta = hit.meta
-            if self._distrusted(hit.holder, meta, hit.prefix_tokens):
-                failed.setdefault(hit.holder, Miss(MissReason.RESIDUAL, "its copy was rejected a little while ago"))
-            elif meta.kv_bytes != self._spec.layout.block_bytes(meta.tokens):
-                detail = f"{meta.kv_bytes} bytes announced for {meta.tokens} tokens"
-                failed.setdefault(hit.holder, Miss(MissReason.LENGTH_MISMATCH, detail))
-            elif meta.end > self._spec.context_tokens_max:
-                detail = f"position {meta.end} announced, beyond the model's context"
-                failed.setdefault(hit.holder, Miss(MissReason.TOKENS_MISMATCH, detail))
-            else:
-                sound.append(hit)
-        return sound
-
-    def _contradiction(self, anchor: AnchorMeta, tokens: AnchorTokens) -> Miss | None:
-        """What is wrong with token ids that a peer sent for an anchor."""
-        if int(tokens.token_ids.max()) >= self._vocabulary_size:
-            return Miss(MissReason.TOKENS_MISMATCH, "token ids outside the vocabulary")
-        # Windows that lie wholly inside the anchor select the same values whatever stands around it. It may have others:
-        # of windows that reach over its borders, and names of contents.
-        values, _ = fingerprints(tokens.token_ids, self._key)
-        if not np.isin(values, np.frombuffer(anchor.fingerprints, "<u4")).all():
-            return Miss(MissReason.TOKENS_MISMATCH, "token ids are not those that the anchor was announced with")
-        return None
-
-    def _stretches(self, hits: Sequence[AnchorHit], lookup: Lookup) -> list[Stretch]:
-        """Own sequences first, then peers' best first, without what adds nothing to those before."""
-        own = self._own_stretches([hit for hit in hits if hit.holder == self._me], lookup)
-        return [*own, *choose_stretches(hits, own, lookup, self._me, REMOTE_SEQUENCES_MAX)]
-
-    def _own_stretches(self, hits: Sequence[AnchorHit], lookup: Lookup) -> list[Stretch]:
-        """Chains of own anchors back to where our sequences began, one per anchor that no other hit follows.
-
-        Replicas of peers' anchors have no lineage of ours: those follow their sequence, and everything follows what its
-        chain hash says stands before it.
-        """
-        chains: list[tuple[AnchorMeta, ...]] = []
-        followed = {self._lineage.before(hit.meta.anchor_id) for hit in hits}
-        for hit in hits:
-            if hit.meta.anchor_id not in followed and self._lineage.known(hit.meta.anchor_id):
-                chains.append(self._own_chain(hit.meta, hits, lookup))
-        replicas: OrderedDict[SequenceId, list[AnchorMeta]] = OrderedDict()
-        for hit in hits:
-            if not self._lineage.known(hit.meta.anchor_id):
-                replicas.setdefault(hit.meta.sequence_id, []).append(hit.meta)
-        for group in replicas.values():
-            chains += without_gaps(group)
-        metas = [hit.meta for hit in hits]
-        whole = [led_back(chain, metas) for chain in chains]
-        return without_repeated(
-            [Stretch(self._me, chain[-1].sequence_id, chain, prefix_of(chain, hits, lookup)) for chain in whole]
-        )
-
-    def _own_chain(self, last: AnchorMeta, hits: Sequence[AnchorHit], lookup: Lookup) -> tuple[AnchorMeta, ...]:
-        """An anchor of our own behind what it followed when it was made, as far as that is held and not distrusted."""
-        chain = [last]
-        while (before := self._lineage.before(chain[0].anchor_id)) is not None:
-            held = self._driver.held(before)
-            if held is None or held.meta.end != chain[0].start:
-                break
-            chain.insert(0, held.meta)
-        prefix_tokens = prefix_of(chain, hits, lookup)
-        first = max(
-            (i + 1 for i, meta in enumerate(chain[:-1]) if self._distrusted(self._me, meta, prefix_tokens)), default=0
-        )
-        return tuple(chain[first:])
-
-    def _assemble(
-        self, stretches: Sequence[Stretch], result: LookupResult, failed: dict[NodeId, Miss], lost: float
-    ) -> FoundDonors:
-        donors: list[Donor] = []
-        details: dict[tuple[NodeId, AnchorId], AnchorTokens] = {}
-        for stretch in stretches:
-            pieces: list[tuple[AnchorMeta, npt.NDArray[np.uint32]]] = []
-            for anchor in stretch.anchors:
-                ids = self._token_ids(stretch.holder, anchor, details)
-                if ids is not None:
-                    pieces.append((anchor, ids))
-                elif pieces:
-                    donors.append(self._donor(stretch, pieces))
-                    pieces = []
-            if pieces:
-                donors.append(self._donor(stretch, pieces))
-        dropped: list[tuple[NodeId | None, Miss]] = list(failed.items())
-        if result.miss is not None and not donors:
-            dropped.append((None, Miss(result.miss)))
-        elif not donors and not dropped:
-            dropped.append((None, Miss(MissReason.NOT_FOUND)))
-        return FoundDonors(tuple(donors), details, tuple(dropped), lost)
-
-    def _token_ids(
-        self, holder: NodeId, anchor: AnchorMeta, details: dict[tuple[NodeId, AnchorId], AnchorTokens]
-    ) -> npt.NDArray[np.uint32] | None:
-        if holder == self._me:
-            held: HeldAnchor | None = self._driver.held(anchor.anchor_id)
-            return None if held is None else held.token_ids
-        known = self._known.get((holder, anchor.anchor_id))
-        if known is None:
-            return None
-        self._known.move_to_end((holder, anchor.anchor_id))
-        details[holder, anchor.anchor_id] = known
-        return known.token_ids
-
-    def _donor(self, stretch: Stretch, pieces: list[tuple[AnchorMeta, npt.NDArray[np.uint32]]]) -> Donor:
-        anchors = tuple(anchor for anchor, _ in pieces)
-        return Donor(
-            holder=stretch.holder,
-            local=stretch.holder == self._me,
-            sequence_id=stretch.sequence_id,
-            start=anchors[0].start,
-            token_ids=np.concatenate([ids for _, ids in pieces]),
-            anchors=anchors,
-            same_prefix_until=stretch.prefix_tokens,
-            replica=any(anchor.hops and not self._lineage.known(anchor.anchor_id) for anchor in anchors),
-        )
-
-    def _remember(self, holder: NodeId, anchor_id: AnchorId, tokens: AnchorTokens) -> None:
-        self._known[holder, anchor_id] = tokens
-        while len(self._known) > TOKENS_CACHED_MAX:
-            self._known.popitem(last=False)
-
-
-def _matched(result: LookupResult) -> int:
-    """At most so many of the prompt's fingerprints are known: copies of one content count once each."""
-    best: dict[AnchorId, int] = {}
-    for hit in result.hits:
-        best[hit.meta.anchor_id] = max(hit.matches, best.get(hit.meta.anchor_id, 0))
-    return sum(best.values())
+    async def _answer(self, question: Question) -> Any:
+        if isinstance(question, Compute):
+            return await asyncio.get_running_loop().run_in_executor(None, question.call)
+        if isinstance(question, AskDirectory):
+            return self._driver.find(question.lookup)
+        assert isinstance(question, AskTokens)
+        answers = await asyncio.gather(*(self._driver.tokens(holder, anchor) for holder, anchor in question.wanted))
+        return [(answer.result, answer.wait_lost_s) for answer in answers]

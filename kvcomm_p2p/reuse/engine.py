@@ -21,6 +21,7 @@ from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.finding import FoundDonors
 from kvcomm_p2p.planning.plan import APPROXIMATE, make_plan
 from kvcomm_p2p.planning.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.planning.segments import VisibilityMark
@@ -31,7 +32,7 @@ from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import PrefillReport, Timings
 from kvcomm_p2p.reuse.align import Aligner, align_span, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
-from kvcomm_p2p.reuse.donors import DonorFinder, FoundDonors
+from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.foresight import Deviations, Foresight, Outlook
 from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, WIDEN_SHARE_MAX, RepairWatch, Verdict, broken, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kvcomm_p2p.planning.finding import FoundDonors
 from kvcomm_p2p.planning.spans import blocks_needed, pulled_bytes, span_hops
 from kvcomm_p2p.planning.types import Donor, Mode, Plan, Rejected, Rival, RunChoice, Span, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
 from kvcomm_p2p.report import MissReport, PrefillReport, RivalReport, RunReport, SpanReport, Timings
-from kvcomm_p2p.reuse.donors import FoundDonors
 from kvcomm_p2p.reuse.pulling import Pulled
 
 ID_BYTES_SHOWN = 4

@@ -17,6 +17,7 @@ from reuse_cases import LAYOUT, donor, meta, plan_of
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import FetchResult, TokensResult
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.finding import DISTRUST_S, DISTRUSTED_MAX, FoundDonors
 from kvcomm_p2p.planning.lineage import LINEAGE_MAX, Lineage
 from kvcomm_p2p.planning.segments import cut_anchors
 from kvcomm_p2p.planning.simhash import window_sketches
@@ -28,7 +29,7 @@ from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
-from kvcomm_p2p.reuse.donors import DISTRUST_S, DISTRUSTED_MAX, DonorFinder, FoundDonors
+from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.publish import _stretches
 from kvcomm_p2p.reuse.pulling import Pulled, Puller
 from kvcomm_p2p.store import BlockStore
@@ -199,7 +200,7 @@ def test_true_token_ids_never_contradict_their_metadata(at: int, tokens: int, al
     inside = np.unique(values[(positions >= start) & (positions < end)])
     anchor = meta(1, start, end, fingerprints=inside.astype("<u4").tobytes())
     answer = AnchorTokens(anchor, ANN, whole[start:end], ())
-    assert finder(FakeDriver())._contradiction(anchor, answer) is None
+    assert finder(FakeDriver())._finding._contradiction(anchor, answer) is None
 
 
 @pytest.mark.parametrize("miss", [MissReason.NOT_FOUND, MissReason.MODEL_MISMATCH])
@@ -300,7 +301,7 @@ def test_anchors_with_names_of_contents_are_no_contradiction() -> None:
         marks=content_marks(tokens, [(3, 40), (100, 160)], KEY),
     )
     for anchor, ids in anchors:
-        assert finder(FakeDriver())._contradiction(anchor, AnchorTokens(anchor, ANN, ids, ())) is None
+        assert finder(FakeDriver())._finding._contradiction(anchor, AnchorTokens(anchor, ANN, ids, ())) is None
 
 
 def test_a_short_answer_in_differently_shaped_prompts_resolves_to_one_anchor() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reuse_cases import RULES, donor, meta, plan_of, plans
 
 from kvcomm_p2p.planning.candidates import Candidate
+from kvcomm_p2p.planning.finding import FoundDonors
 from kvcomm_p2p.planning.replan import dense_plan, only_exact, widened, without_blocks, without_runs
 from kvcomm_p2p.planning.spans import blocks_needed, exact_until, hops_at, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, Provenance, Rejected, Repair, Run, RunChoice, Span, SpanKind
@@ -20,7 +21,6 @@ from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.report import Timings
-from kvcomm_p2p.reuse.donors import FoundDonors
 from kvcomm_p2p.reuse.pulling import Pulled
 from kvcomm_p2p.reuse.reporting import ReportBuilder
 
