@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.costs import pull_s
+from kvcomm_p2p.planning.finding import FoundDonors
 from kvcomm_p2p.planning.spans import blocks_needed
 from kvcomm_p2p.planning.types import Costs, Plan, Span
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, Miss, MissReason
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.reuse.checks import PulledBlock
-from kvcomm_p2p.reuse.donors import FoundDonors
 from kvcomm_p2p.store import BlockStore, StaleHandle
 
 DEADLINE_FACTOR = 6.0
