@@ -12,7 +12,8 @@ class WireCounters:
     """`sent`, `received` and `lost` count frames by message type name; `lost` were refused by our own transport (full
     queue, no such connection). `dropped` counts what came in and was not used, by reason: malformed, bad_seal,
     undecodable, unasked_payload, bad_write. `failures` counts errors of ours that were caught to keep the node alive
-    (they are logged)."""
+    (they are logged). `shared_bytes_adopted` were taken from a peer's shared memory instead of received;
+    `shared_blocks_refused` could not be, and were asked for once more as chunks."""
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
@@ -24,6 +25,8 @@ class WireCounters:
     payload_bytes_received: int = 0
     verified_blocks: int = 0
     mismatched_blocks: int = 0
+    shared_bytes_adopted: int = 0
+    shared_blocks_refused: int = 0
 
     def copy(self) -> WireCounters:
         """An independent snapshot."""
@@ -38,4 +41,6 @@ class WireCounters:
             self.payload_bytes_received,
             self.verified_blocks,
             self.mismatched_blocks,
+            self.shared_bytes_adopted,
+            self.shared_blocks_refused,
         )

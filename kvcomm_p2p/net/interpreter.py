@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import logging
 import math
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -18,6 +19,7 @@ from kvcomm_p2p.net.counters import WireCounters
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Connection, Transport
 from kvcomm_p2p.protocol.events import (
+    AdoptShared,
     BlockUnavailable,
     BlockVerified,
     ChunkReceived,
@@ -39,10 +41,10 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
 )
 from kvcomm_p2p.protocol.ids import NodeId, short
-from kvcomm_p2p.protocol.messages import Chunk, Message
+from kvcomm_p2p.protocol.messages import Chunk, Message, SharedBlock
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX, WireError, decode, encode
-from kvcomm_p2p.store import BlockStore, StaleHandle
+from kvcomm_p2p.store import BlockStore, Place, StaleHandle
 
 PEERS_REMEMBERED_MAX = 4096
 """Addresses and bulk connections that are remembered; the oldest are forgotten first."""
@@ -89,6 +91,7 @@ class Interpreter:
             SendBlock: self._send_block,
             StoreChunk: self._store_chunk,
             VerifyBlock: self._verify_block,
+            AdoptShared: self._adopt_shared,
             DropBlock: self._drop_block,
             RetainBlock: lambda effect: self._store.retain(effect.handle),
             FinishFetch: on_finish,
@@ -246,6 +249,8 @@ class Interpreter:
         except StaleHandle:
             self._events.append(BlockUnavailable(effect.to, effect.pull_id, effect.ordinal))
             return
+        if effect.shared and self._send_place(effect):
+            return
         connection = self._connections.get(effect.to)
         for offset in range(0, effect.kv_bytes, CHUNK_BYTES_MAX):
             payload = view[offset : min(offset + CHUNK_BYTES_MAX, effect.kv_bytes)]
@@ -256,6 +261,31 @@ class Interpreter:
                 return
             self.counters.sent["Chunk"] += 1
             self.counters.payload_bytes_sent += payload.nbytes
+
+    def _send_place(self, effect: SendBlock) -> bool:
+        """Tell where the block stands in shared memory; False if it does not."""
+        place = self._store.place(effect.handle)
+        if place is None or effect.to is None:
+            return False
+        where = SharedBlock(effect.pull_id, effect.ordinal, os.getpid(), *place, effect.kv_bytes)
+        self._send_message(SendMessage(effect.to, "", where, Plane.BULK_REPLY))
+        return True
+
+    def _adopt_shared(self, effect: AdoptShared) -> None:
+        future = self._hashers.submit(self._take_shared, effect)
+        future.add_done_callback(partial(self._hashed, effect))
+
+    def _take_shared(self, effect: AdoptShared) -> bool:
+        """In a hashing thread. Whatever is wrong with what a peer points to, or with our handle: it is not taken."""
+        source = effect.source
+        place = Place(source.descriptor, source.file_id, source.offset)
+        try:
+            return self._store.adopt_shared(
+                effect.handle, source.pid, place, lambda view: self._verify(view, effect.digest)
+            )
+        except (OSError, ValueError, StaleHandle) as error:
+            log.debug("a shared block could not be taken: %s", error)
+            return False
 
     def _store_chunk(self, effect: StoreChunk) -> None:
         payload, self._payload = self._payload, None
@@ -276,13 +306,17 @@ class Interpreter:
         future = self._hashers.submit(self._verify, view, effect.digest)
         future.add_done_callback(partial(self._hashed, effect))
 
-    def _hashed(self, effect: VerifyBlock, future: Future[bool]) -> None:
+    def _hashed(self, effect: VerifyBlock | AdoptShared, future: Future[bool]) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._verified, effect, not future.cancelled() and future.result())
 
-    def _verified(self, effect: VerifyBlock, ok: bool) -> None:
+    def _verified(self, effect: VerifyBlock | AdoptShared, ok: bool) -> None:
         if ok:
             self.counters.verified_blocks += 1
+            if isinstance(effect, AdoptShared):
+                self.counters.shared_bytes_adopted += effect.kv_bytes
+        elif isinstance(effect, AdoptShared):
+            self.counters.shared_blocks_refused += 1
         else:
             self.counters.mismatched_blocks += 1
         self._handle_safely(BlockVerified(effect.handle, ok))
