@@ -63,6 +63,11 @@ def decode(frame: bytes | memoryview) -> tuple[NodeId, Message]:
     return sender, _message(_unpack(raw[HEADER_BYTES:]))
 
 
+def sender_of(frame: bytes) -> NodeId:
+    """Who a frame of at least HEADER_BYTES bytes says that it comes from; cheaper than `decode`, and nothing is checked."""
+    return NodeId(frame[len(MAGIC) + 1 : HEADER_BYTES])
+
+
 def _unpack(body: bytes) -> Any:
     try:
         return msgpack.unpackb(

@@ -1,0 +1,201 @@
+"""Which records, senders and connections are believed.
+
+Where connections are encrypted (`required`), every record must be signed by an identity on the allow-list, and a frame counts
+only if it came on a connection of the identity whose node sent it. Elsewhere records need no keys, but those that have keys
+must be genuine. Lives on the driver's loop, except where said.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.net.curve import dial_name
+from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity
+from kvcomm_p2p.net.seeds import parse_seed
+from kvcomm_p2p.net.signatures import is_genuine
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.messages import Hello, MemberRecord, Message, Refused, Welcome
+from kvcomm_p2p.settings import is_loopback
+
+NODES_REMEMBERED_MAX = 8192
+"""Genuine records that need not be checked again, and the keys of their nodes; the oldest are forgotten first."""
+
+SEEDS_REMEMBERED_MAX = 1024
+
+
+class Gate:
+    """Without arguments: nothing is required, nothing is signed."""
+
+    def __init__(
+        self, identity: Identity | None = None, allowed: Iterable[Allowed] = (), *, required: bool = False
+    ) -> None:
+        """Raises ValueError if keys are required and there is no identity."""
+        if required and identity is None:
+            raise ValueError("nobody can be let in without an identity of our own")
+        self.identity = identity
+        self.required = required
+        self._own = () if identity is None else (Allowed("", identity.public),)
+        self._genuine: OrderedDict[MemberRecord, None] = OrderedDict()
+        self._owners: OrderedDict[NodeId, PublicIdentity] = OrderedDict()
+        self._seed_keys: OrderedDict[str, bytes] = OrderedDict()
+        self.set_allowed(allowed)
+
+    def set_allowed(self, allowed: Iterable[Allowed]) -> tuple[NodeId, ...]:
+        """The allow-list as it is now. Returns the nodes that were known and are let in no longer, ascending."""
+        self._allowed = tuple(allowed)
+        everybody = (*self._own, *self._allowed)
+        self._let_in = frozenset(peer.public for peer in everybody)
+        self._curve_keys = frozenset(peer.public.curve for peer in everybody)
+        if not self.required:
+            return ()
+        gone = sorted(node for node, owner in self._owners.items() if owner not in self._let_in)
+        for node in gone:
+            del self._owners[node]
+        for record in [r for r in self._genuine if PublicIdentity(r.public_key, r.curve_key) not in self._let_in]:
+            del self._genuine[record]
+        for address in [address for address, key in self._seed_keys.items() if key not in self._curve_keys]:
+            del self._seed_keys[address]
+        return tuple(gone)
+
+    def lets_in(self, curve_key: bytes) -> bool:
+        """Whether a connection of this key may be made, and may still be used."""
+        return curve_key in self._curve_keys
+
+    # ----------------------------------------------------------------------------------------------------------- sending
+
+    def seed(self, text: str) -> str:
+        """The "host:port" of a seed; remembers whose key is expected there.
+
+        That is the key of the peer named behind "#"; without a name our own on loopback addresses and where nobody else is
+        allowed, otherwise that of the only peer in the allow-list. Raises ConfigError, naming the fix.
+        """
+        seed = parse_seed(text)
+        if not self.required:
+            if seed.label:
+                raise ConfigError(
+                    f"cannot join {text!r}: this node has no encrypted connections; set KVCOMM_ENCRYPT=always"
+                )
+            if not is_loopback(seed.address.rpartition(":")[0]):
+                raise ConfigError(
+                    f"cannot join {text!r}: only nodes with keys reach other machines; run `kvcomm keys new`, exchange "
+                    "`kvcomm keys show` lines, and set KVCOMM_BIND_HOST"
+                )
+            return seed.address
+        _remember(self._seed_keys, seed.address, self._seed_key(text, *seed), SEEDS_REMEMBERED_MAX)
+        return seed.address
+
+    def _seed_key(self, text: str, address: str, label: str) -> bytes:
+        if not label:
+            if not self._allowed or is_loopback(address.rpartition(":")[0]):
+                return self._own[0].public.curve
+            if len(self._allowed) == 1:
+                return self._allowed[0].public.curve
+        for peer in self._allowed:
+            if peer.label == label:
+                return peer.public.curve
+        if label == "me":
+            return self._own[0].public.curve
+        names = ", ".join(sorted(peer.label for peer in self._allowed))
+        raise ConfigError(f"cannot join {text!r}: write whose node it is, {address}#NAME; allowed are {names} and me")
+
+    def dial(self, to: NodeId | None, address: str) -> str | None:
+        """What the transport is to be given to reach node `to` (None: a seed) at `address`. None: whose key is to be expected
+        there is not known, or not allowed any longer."""
+        if not self.required:
+            return address
+        owner = None if to is None else self._owners.get(to)
+        key = self._seed_keys.get(address) if to is None else owner and owner.curve
+        return dial_name(address, key) if key and self.lets_in(key) else None
+
+    # --------------------------------------------------------------------------------------------------------- receiving
+
+    def belongs(self, sender: NodeId, message: Message, key: bytes) -> bool:
+        """Whether a message of `sender` may have come on a connection of `key`. Of nodes that are not known yet only
+        introductions are taken (their record says whose they are), and refusals of a seed."""
+        if not self.required:
+            return True
+        if not self.lets_in(key):
+            return False
+        owner = self._owners.get(sender)
+        if owner is not None:
+            return owner.curve == key
+        if isinstance(message, Hello | Welcome):
+            return message.member.node_id == sender and message.member.curve_key == key
+        return isinstance(message, Refused) and key in self._seed_keys.values()
+
+    def key_of(self, node: NodeId) -> bytes:
+        """The Ed25519 key of a node whose record was genuine, empty if there was none."""
+        owner = self._owners.get(node)
+        return b"" if owner is None else owner.signing
+
+    def unchecked(self, message: Message) -> tuple[MemberRecord, ...]:
+        """Records in a message whose signature has to be verified (`is_genuine`, from any thread) before `filtered`."""
+        return tuple(r for r in records_in(message) if self._plausible(r) and r.public_key and r not in self._genuine)
+
+    def learn(self, records: Iterable[MemberRecord]) -> None:
+        """These records were found to be genuine."""
+        for record in records:
+            if self._plausible(record):
+                _remember(self._genuine, record, None, NODES_REMEMBERED_MAX)
+                owner = PublicIdentity(record.public_key, record.curve_key)
+                _remember(self._owners, record.node_id, owner, NODES_REMEMBERED_MAX)
+
+    def filtered(self, message: Message) -> Message | None:
+        """The message without records that are not believed; None if it is about such a record as a whole."""
+        fields: dict[str, Any] = {}
+        for name in _fields(message):
+            value = getattr(message, name)
+            if isinstance(value, MemberRecord):
+                if not self._believed(value):
+                    return None
+            elif isinstance(value, tuple) and value and isinstance(value[0], Struct):
+                kept = tuple(item for item in value if (record := _record_of(item)) is None or self._believed(record))
+                if len(kept) != len(value):
+                    fields[name] = kept
+        return replace(message, **fields) if fields else message
+
+    def _plausible(self, record: MemberRecord) -> bool:
+        """All but the signature."""
+        return not self.required or PublicIdentity(record.public_key, record.curve_key) in self._let_in
+
+    def _believed(self, record: MemberRecord) -> bool:
+        return self._plausible(record) and (not record.public_key or record in self._genuine)
+
+
+def records_in(message: Message) -> Iterator[MemberRecord]:
+    """Member records that a message carries, alone, in a tuple, or as the `member` of what is in a tuple."""
+    for name in _fields(message):
+        value = getattr(message, name)
+        if isinstance(value, MemberRecord):
+            yield value
+        elif isinstance(value, tuple) and value and isinstance(value[0], Struct):
+            yield from (record for item in value if (record := _record_of(item)) is not None)
+
+
+def verify_all(records: Iterable[MemberRecord]) -> list[MemberRecord]:
+    """Those that are genuine (158 us each). Any thread."""
+    return [record for record in records if is_genuine(record)]
+
+
+def _fields(message: Message) -> tuple[str, ...]:
+    return message.__struct_fields__
+
+
+def _record_of(item: Any) -> MemberRecord | None:
+    if isinstance(item, MemberRecord):
+        return item
+    member = getattr(item, "member", None)
+    return member if isinstance(member, MemberRecord) else None
+
+
+def _remember(table: OrderedDict[Any, Any], key: Any, value: Any, entries_max: int) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > entries_max:
+        table.popitem(last=False)

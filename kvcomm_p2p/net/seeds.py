@@ -1,0 +1,38 @@
+"""Addresses to join: what a user may write, and whose key is expected there."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+from kvcomm_p2p.errors import ConfigError
+
+
+class Seed(NamedTuple):
+    """`address` is "host:port"; `label` the name in the allow-list of who listens there, "" where none was written."""
+
+    address: str
+    label: str
+
+
+def parse_seed(text: str) -> Seed:
+    """ "host:port" or "host:port#NAME". Raises ConfigError, naming the fix, for what cannot be a peer's address."""
+    address, _, label = text.partition("#")
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"{text!r} is not an address to join: write host:port, for example 127.0.0.1:5701")
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"cannot join {text!r}: the port must lie between 1 and 65535")
+    if not is_address(host):
+        raise ConfigError(f"cannot join {text!r}: write the host as an IPv4 address, for example 192.0.2.7:{port}")
+    return Seed(address, label)
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an IPv4 address or "localhost": nothing is ever looked up in a name server."""
+    if host == "localhost":
+        return True
+    try:
+        return not ipaddress.IPv4Address(host).is_unspecified
+    except ValueError:
+        return False
