@@ -16,11 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvcomm_p2p.errors import ConfigError, NameTakenError, UsageError
+from kvcomm_p2p.metrics import MetricsServer
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
 from kvcomm_p2p.net.keys import load_cluster_keys
+from kvcomm_p2p.net.recorder import RecordedNode, Recorder, make_recorder
+from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
 from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.planning.chains import group_tag
@@ -29,7 +32,7 @@ from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.types import Costs, Mode
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
-from kvcomm_p2p.protocol.messages import MemberRecord, RefusedReason
+from kvcomm_p2p.protocol.messages import Capability, MemberRecord, RefusedReason
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.views import PeerView
 from kvcomm_p2p.reuse.deviations import DeviationMemory
@@ -112,6 +115,8 @@ class AgentStack:
             self._foresight,
         )
         self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
+        self.recorder: Recorder | None = None
+        self.metrics: MetricsServer | None = None
         self._lock = threading.Lock()
         self._pending: set[concurrent.futures.Future[Any]] = set()
 
@@ -189,7 +194,11 @@ class AgentStack:
 
     def close(self) -> None:
         """Say goodbye and stop. Safe to call twice; not from the driver's thread."""
+        if self.metrics is not None:
+            self.metrics.close()
         self.driver.stop()
+        if self.recorder is not None:
+            self.recorder.close()
         self._compute.shutdown(wait=True, cancel_futures=True)
         self._foresight.close()
 
@@ -258,10 +267,26 @@ def build_stack(
     spec = runner.spec
     node_id = NodeId(os.urandom(NODE_ID_BYTES))
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
+    host = host_tag(keys.content)
+
+    recorder = make_recorder(settings, name, node_id)
 
     def make_node(addresses: Addresses, now: float) -> Node:
-        me = MemberRecord(node_id, 1, name, spec.model_id, addresses.control, addresses.bulk, groups=tags)
-        return Node(settings.node_config(), me=me, rng=random.Random(node_id), now=now)
+        me = MemberRecord(
+            node_id,
+            1,
+            name,
+            spec.model_id,
+            addresses.control,
+            addresses.bulk,
+            groups=tags,
+            host=host,
+            capabilities=Capability.SHARED_MEMORY if host else 0,
+        )
+        config, rng = settings.node_config(), random.Random(node_id)
+        if recorder is not None:
+            return RecordedNode(config, me=me, rng=rng, now=now, recorder=recorder)
+        return Node(config, me=me, rng=rng, now=now)
 
     transport = ZmqTransport(
         bind_host=settings.bind_host,
@@ -269,13 +294,17 @@ def build_stack(
         control_port=ports[0] or settings.control_port,
         bulk_port=ports[1] or settings.bulk_port,
     )
-    store = BlockStore()
+    store = BlockStore(SharedMemory() if host else None)
     driver = Driver(make_node, transport, store, keys)
     try:
-        return AgentStack(name, runner, settings, driver, store, keys.content)
+        stack = AgentStack(name, runner, settings, driver, store, keys.content)
     except BaseException:
         driver.stop()
+        if recorder is not None:
+            recorder.close()
         raise
+    stack.recorder = recorder
+    return stack
 
 
 def measured_costs(runner: ModelRunner) -> CostTracker:

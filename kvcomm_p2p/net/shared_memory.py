@@ -201,7 +201,7 @@ def host_tag(key: bytes) -> bytes:
         return b""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "user")]
+        spaces = [str(Path("/proc/self/ns", space).readlink()) for space in ("pid", "user")]
     except (OSError, ValueError):
         return b""
     place = "\0".join(["kvcomm host v1", boot, str(os.geteuid()), *spaces])
@@ -218,7 +218,7 @@ def _open_region(pid: int, descriptor: int, file_id: int, end: int) -> Region:
     try:
         status = os.fstat(path)
         right = stat.S_ISREG(status.st_mode) and status.st_dev == _device() and status.st_uid == os.geteuid()
-        if not right or os.readlink(f"/proc/self/fd/{path}") != f"/memfd:{NAME} (deleted)":
+        if not right or str(Path(f"/proc/self/fd/{path}").readlink()) != f"/memfd:{NAME} (deleted)":
             raise NotShared(errno.EINVAL, f"descriptor {descriptor} of process {pid} is not a region of ours")
         if status.st_ino != file_id:
             raise NotShared(errno.ESTALE, f"descriptor {descriptor} of process {pid} names another region by now")

@@ -31,10 +31,16 @@ def block_tensors(data: memoryview, layout: KVLayout, tokens: int) -> tuple[torc
 
 def copy_block(cache: KVCache, start: int, end: int) -> memoryview:
     """Bytes of rows [start, end) of a slab as one block, in a buffer of its own."""
-    tokens = end - start
-    layout = cache.layout
-    buffer = np.empty(layout.block_bytes(tokens), dtype=np.uint8)
-    keys, values = block_tensors(buffer.data, layout, tokens)
+    buffer = np.empty(cache.layout.block_bytes(end - start), dtype=np.uint8).data
+    fill_block(cache, start, end, buffer)
+    return buffer
+
+
+def fill_block(cache: KVCache, start: int, end: int, buffer: memoryview) -> None:
+    """Write rows [start, end) of a slab as one block into `buffer`, and keep no reference to it.
+
+    Raises ValueError when the buffer has not the size of such a block.
+    """
+    keys, values = block_tensors(buffer, cache.layout, end - start)
     keys.copy_(cache.keys[:, 0, :, start:end])
     values.copy_(cache.values[:, 0, :, start:end])
-    return buffer.data

@@ -31,9 +31,9 @@ from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.ids import AnchorId, SequenceId
 from kvcomm_p2p.protocol.pool import stricter
-from kvcomm_p2p.reuse.blocks import copy_block
+from kvcomm_p2p.reuse.blocks import fill_block
 from kvcomm_p2p.reuse.pulling import Pulled
-from kvcomm_p2p.store import BlockStore
+from kvcomm_p2p.store import BlockStore, Composition
 
 VARIANT_BYTES = 8
 REPLICA_BLOCKS_MIN = 2
@@ -193,9 +193,8 @@ class Publisher:
             if held is not None and stricter(held.meta, segment.meta) == held.meta:
                 await self._driver.touch([segment.meta.anchor_id])
                 continue
-            buffers, digests = await self._run(partial(_copy_anchor, cache, segment.meta))
-            handles = tuple(self._store.put(buffer) for buffer in buffers)
-            await self._driver.publish([HeldAnchor(segment.meta, segment.token_ids, handles, digests)])
+            blocks, digests = await self._run(partial(_copy_anchor, cache, segment.meta, self._store))
+            await self._driver.publish([HeldAnchor(segment.meta, segment.token_ids, blocks.put(), digests)])
 
     async def _supersede(self, anchor_ids: Sequence[AnchorId]) -> None:
         """Forget anchors whose rows now stand in longer ones: a conversation is held once, not once per turn.
@@ -271,13 +270,16 @@ def filled_marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[Visib
     return sorted([*told, *donated], key=lambda mark: mark.start)
 
 
-def _copy_anchor(cache: KVCache, meta: AnchorMeta) -> tuple[list[memoryview], tuple[bytes, ...]]:
-    """Bytes and SHA-256 of each block of an anchor, from the slab that holds its rows."""
-    buffers = []
-    for index in range(meta.blocks):
+def _copy_anchor(cache: KVCache, meta: AnchorMeta, store: BlockStore) -> tuple[Composition, tuple[bytes, ...]]:
+    """The finished blocks of an anchor and the SHA-256 of each, from the slab that holds its rows."""
+    blocks = store.compose([meta.block_bytes(index) for index in range(meta.blocks)])
+    digests = []
+    for index, buffer in enumerate(blocks.buffers):
         start = meta.start + index * BLOCK_TOKENS
-        buffers.append(copy_block(cache, start, start + meta.block_tokens(index)))
-    return buffers, tuple(hashlib.sha256(buffer).digest() for buffer in buffers)
+        fill_block(cache, start, start + meta.block_tokens(index), buffer)
+        digests.append(hashlib.sha256(buffer).digest())
+    blocks.finish()
+    return blocks, tuple(digests)
 
 
 def _stretches(indexes: Sequence[int]) -> list[list[int]]:
