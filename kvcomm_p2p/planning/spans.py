@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,10 +118,24 @@ def predicted_s(
     Blocks are aligned as they come; on a slow link the prompt's own beginning is computed meanwhile. All the rest is one forward
     after that. `lead`: where that beginning ends; None: as decided with these costs (`lead_rows`).
     """
-    ahead, rest = np.zeros(2), np.zeros(2)
     wait = pull_wait_s(spans, costs, pulls)
     if lead is None:
         _, lead = lead_of(spans, wait, costs)
+    work = work_of(spans, costs, lead)
+    return max(wait, work.align_s, work.ahead_s) + work.rest_s
+
+
+class Work(NamedTuple):
+    """Seconds of computing that a plan asks for: forwards before and after the blocks are there, and placing the blocks."""
+
+    ahead_s: float
+    rest_s: float
+    align_s: float
+
+
+def work_of(spans: Sequence[Span], costs: Costs, lead: int) -> Work:
+    """`lead`: recomputed spans that end there are computed while blocks are coming, all others after that."""
+    ahead, rest = np.zeros(2), np.zeros(2)
     copied = 0
     for span in spans:
         if span.donor is not None:
@@ -129,7 +144,7 @@ def predicted_s(
             (ahead if span.end <= lead else rest)[:] += span.tokens, attended(span.tokens, span.start)
         elif span.donor is not None:
             rest += span.probes, span.probes * (span.start + span.end) / 2
-    return max(wait, align_s(costs, copied), _forward_s(costs, ahead)) + _forward_s(costs, rest)
+    return Work(_forward_s(costs, ahead), _forward_s(costs, rest), align_s(costs, copied))
 
 
 def pull_wait_s(spans: Iterable[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
