@@ -15,7 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from kvcomm_p2p.net.admission import Admission
 from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.gate import Gate
+from kvcomm_p2p.net.identity import Allowed
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Connection, Transport
 from kvcomm_p2p.protocol.events import (
@@ -36,14 +39,16 @@ from kvcomm_p2p.protocol.events import (
     RetainBlock,
     SendBlock,
     SendMessage,
+    SignHead,
     StoreChunk,
     TimerExpired,
     VerifyBlock,
+    VerifyHead,
 )
 from kvcomm_p2p.protocol.ids import NodeId, short
 from kvcomm_p2p.protocol.messages import Chunk, Message, SharedBlock
 from kvcomm_p2p.protocol.node import Node
-from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX, WireError, decode, encode
+from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX, encode
 from kvcomm_p2p.store import BlockStore, Place, StaleHandle
 
 PEERS_REMEMBERED_MAX = 4096
@@ -71,6 +76,7 @@ class Interpreter:
         hashers: Executor,
         on_finish: Callable[[Finish], None],
         verify: Callable[[memoryview, bytes], bool],
+        gate: Gate | None = None,
     ) -> None:
         self._make_node = make_node
         self._transport = transport
@@ -86,6 +92,8 @@ class Interpreter:
         self._peer_at: OrderedDict[str, NodeId] = OrderedDict()
         self._connections: OrderedDict[NodeId, Connection] = OrderedDict()
         self.counters = WireCounters()
+        self.gate = gate or Gate()
+        self._admission = Admission(self.gate, sealer, self.counters)
         self._carry_out: dict[type, Callable[[Any], None]] = {
             SendMessage: self._send_message,
             SendBlock: self._send_block,
@@ -98,11 +106,14 @@ class Interpreter:
             FinishTokens: on_finish,
             FinishJoin: on_finish,
             ReportPeer: self._report_peer,
+            SignHead: lambda effect: self._admission.sign(effect, self._handle_safely),
+            VerifyHead: lambda effect: self._admission.verify(effect, self._handle_safely),
         }
 
     def start(self) -> Addresses:
         """Bind and make the node, on the running loop. Raises TransportError, and whatever making the node raises."""
         self._loop = asyncio.get_running_loop()
+        self._admission.start()
         addresses = self._transport.start(self)
         try:
             self.node = self._make_node(addresses, self._loop.time())
@@ -116,7 +127,14 @@ class Interpreter:
         """No more timers, frames or callbacks. Frames sent before get `flush_s` seconds to leave."""
         if self._timer is not None:
             self._timer.cancel()
+        self._admission.stop()
         self._transport.close(flush_s)
+
+    def set_allowed(self, allowed: tuple[Allowed, ...]) -> None:
+        """The allow-list has changed: who is no longer on it is cut off, from now on, on every connection."""
+        for peer in self.gate.set_allowed(allowed):
+            self._hang_up(peer)
+            self._handle_safely(PeerUnreachable(peer))
 
     def handle(self, event: Event) -> None:
         """Tell the node and carry out what it asks for. Raises what the node raises for events that break its
@@ -136,20 +154,26 @@ class Interpreter:
 
     # ----------------------------------------------------------------------------------------------- from the transport
 
-    def on_control(self, frame: bytes) -> None:
-        opened = self._open(frame)
+    def on_control(self, frame: bytes, key: bytes = b"") -> None:
+        opened = self._admission.open(frame)
         if opened is not None:
-            self._handle_safely(MessageReceived(*opened))
+            self._admission.admit(*opened, key, self._received)
 
-    def on_bulk_request(self, connection: Connection, frame: bytes) -> None:
-        opened = self._open(frame)
+    def on_bulk_request(self, connection: Connection, frame: bytes, key: bytes = b"") -> None:
+        opened = self._admission.open(frame)
         if opened is not None:
-            _remember(self._connections, opened[0], connection)
-            self._handle_safely(MessageReceived(*opened))
+            self._admission.admit(*opened, key, partial(self._requested, connection))
 
-    def on_bulk_reply(self, frame: bytes, payload: memoryview | None) -> None:
-        opened = self._open(frame)
-        if opened is None:
+    def _received(self, sender: NodeId, message: Message) -> None:
+        self._handle_safely(MessageReceived(sender, message))
+
+    def _requested(self, connection: Connection, sender: NodeId, message: Message) -> None:
+        _remember(self._connections, sender, connection)
+        self._handle_safely(MessageReceived(sender, message))
+
+    def on_bulk_reply(self, frame: bytes, payload: memoryview | None, key: bytes = b"") -> None:
+        opened = self._admission.open(frame)
+        if opened is None or not self._admission.belongs(*opened, key):
             return
         sender, message = opened
         if not isinstance(message, Chunk):
@@ -175,20 +199,6 @@ class Interpreter:
 
     def on_malformed(self) -> None:
         self.counters.dropped["malformed"] += 1
-
-    def _open(self, sealed: bytes) -> tuple[NodeId, Message] | None:
-        frame = self._sealer.open(sealed)
-        if frame is None:
-            self.counters.dropped["bad_seal"] += 1
-            return None
-        try:
-            sender, message = decode(frame)
-        except WireError as error:
-            self.counters.dropped["undecodable"] += 1
-            log.debug("a sealed frame could not be decoded: %s", error)
-            return None
-        self.counters.received[type(message).__name__] += 1
-        return sender, message
 
     def _handle_safely(self, event: Event) -> None:
         """For what comes from outside: whatever goes wrong is our bug, and must not stop the node."""
@@ -231,17 +241,27 @@ class Interpreter:
 
     def _send_message(self, effect: SendMessage) -> None:
         frame = self._sealer.seal(encode(self.node.me.node_id, effect.message))
-        name = type(effect.message).__name__
+        kind = type(effect.message).__name__
         if effect.plane is Plane.BULK_REPLY:
             connection = None if effect.to is None else self._connections.get(effect.to)
             sent = connection is not None and self._transport.send_bulk_reply(connection, frame)
         else:
+            name = self.gate.dial(effect.to, effect.address)
+            if name is None:
+                self._not_allowed(effect)
+                return
             if effect.to is not None:
-                _remember(self._peer_at, effect.address, effect.to)
+                _remember(self._peer_at, name, effect.to)
             control = effect.plane is Plane.CONTROL
             send = self._transport.send_control if control else self._transport.send_bulk_request
-            sent = send(effect.address, frame)
-        (self.counters.sent if sent else self.counters.lost)[name] += 1
+            sent = send(name, frame)
+        (self.counters.sent if sent else self.counters.lost)[kind] += 1
+
+    def _not_allowed(self, effect: SendMessage) -> None:
+        """Whoever should be there is not on the allow-list (any longer)."""
+        self.counters.lost[type(effect.message).__name__] += 1
+        if effect.to is not None:
+            self._events.append(PeerUnreachable(effect.to))
 
     def _send_block(self, effect: SendBlock) -> None:
         try:
@@ -327,12 +347,18 @@ class Interpreter:
     def _report_peer(self, effect: ReportPeer) -> None:
         level = _LEVELS.get(effect.change, logging.INFO)
         detail = effect.detail and f": {effect.detail}"
-        log.log(level, "peer %s (%s) %s%s", effect.name, short(effect.peer), effect.change, detail)
+        fields = {"event": f"peer_{effect.change}", "peer": effect.name, "peer_id": short(effect.peer)}
+        if effect.detail:
+            fields["detail"] = effect.detail
+        log.log(level, "peer %s (%s) %s%s", effect.name, short(effect.peer), effect.change, detail, extra=fields)
         if effect.change in ("left", "expired"):
-            self._connections.pop(effect.peer, None)
-            for address in [address for address, peer in self._peer_at.items() if peer == effect.peer]:
-                del self._peer_at[address]
-                self._transport.close_peer(address)
+            self._hang_up(effect.peer)
+
+    def _hang_up(self, peer: NodeId) -> None:
+        self._connections.pop(peer, None)
+        for address in [address for address, there in self._peer_at.items() if there == peer]:
+            del self._peer_at[address]
+            self._transport.close_peer(address)
 
 
 def is_digest(view: memoryview, digest: bytes) -> bool:
