@@ -20,6 +20,7 @@ import numpy as np
 
 from kvcomm_p2p.agent_status import AgentStatus, Totals
 from kvcomm_p2p.errors import CancelledByCaller, ConfigError, UsageError
+from kvcomm_p2p.in_flight import InFlight
 from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.threads import helper_pool
@@ -32,6 +33,7 @@ from kvcomm_p2p.report import PrefillReport
 from kvcomm_p2p.reuse.engine import Filled
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.stack import AgentStack, Publication, build_stack
+from kvcomm_p2p.watching import Watch
 
 GENERATIONS_MAX = 16
 """`generate` calls that decode at the same time; more wait their turn."""
@@ -81,8 +83,8 @@ class Agent:
         self._started_at = 0.0
         self._totals = Totals()
         self._starting = False
-        self._cancels: set[threading.Event] = set()
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()
+        self._flights = InFlight()
 
     async def __aenter__(self) -> Agent:
         await self.start()
@@ -96,7 +98,7 @@ class Agent:
 
         Raises ModelError, TransportError (port in use), NameTakenError, ConfigError.
         """
-        with self._idle:
+        with self._lock:
             if self._stack is not None or self._starting:
                 raise UsageError(f"agent {self.name!r} is already running")
             self._starting = True
@@ -129,6 +131,7 @@ class Agent:
             raise
         try:
             await asyncio.wrap_future(stack.driver.run(stack.join(self._join)))
+            Watch(stack, self.name, self.role, self.settings, self._totals).serve_metrics()
         except BaseException:
             await loop.run_in_executor(None, stack.close)
             raise
@@ -143,17 +146,13 @@ class Agent:
             await asyncio.get_running_loop().run_in_executor(None, self._stop, stack)
 
     def _stop(self, stack: AgentStack) -> None:
-        with self._idle:
-            # Whoever is in flight gets to end by itself, at its next token or chunk.
-            self._idle.wait_for(lambda: not self._cancels, CLOSE_WAIT_S)
+        self._flights.wait(CLOSE_WAIT_S)  # whoever is in flight gets to end by itself, at its next token or chunk
         stack.close()
         self._decoders.shutdown(wait=True)
 
     def cancel_all(self) -> None:
         """Cancel every generation and prefill in flight; their callers get CancelledByCaller."""
-        with self._idle:
-            for event in self._cancels:
-                event.set()
+        self._flights.cancel_all()
 
     @property
     def address(self) -> str:
@@ -172,6 +171,10 @@ class Agent:
         """Counters, pool and peers, now."""
         stack = self._running()
         return AgentStatus.of(stack, self.name, self.role, self._totals, time.monotonic() - self._started_at)
+
+    def watch(self) -> Watch:
+        """What can be seen from outside: peers, what decides about reuse, metrics, the recording."""
+        return Watch(self._running(), self.name, self.role, self.settings, self._totals)
 
     @property
     def last_report(self) -> PrefillReport | None:
@@ -345,22 +348,13 @@ class Agent:
     @contextmanager
     def _in_flight(self, stack: AgentStack) -> Iterator[threading.Event]:
         """An event that `cancel_all`, `close` and cancelling the task set; `close` waits for the end of the context."""
-        cancel = threading.Event()
-        with self._idle:
-            self._cancels.add(cancel)
         try:
-            yield cancel
-        except asyncio.CancelledError:
-            cancel.set()
-            raise
+            with self._flights.one() as cancel:
+                yield cancel
         except UsageError:
             if self._stack is not stack:  # closed under us: no mistake of this caller's
                 raise self._cancelled() from None
             raise
-        finally:
-            with self._idle:
-                self._cancels.discard(cancel)
-                self._idle.notify_all()
 
     def _cancelled(self) -> CancelledByCaller:
         return CancelledByCaller(f"generation of {self.name!r} was cancelled")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_p2p.planning.types import Mode
@@ -12,6 +13,30 @@ from kvcomm_p2p.report import PrefillReport
 
 if TYPE_CHECKING:
     from kvcomm_p2p.stack import AgentStack
+
+
+PREFILL_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+LIKENESS_BOUNDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
+DIVERGENCE_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+@dataclass(slots=True)
+class Distribution:
+    """How many values lay at or below each of `bounds` and above the one before; one more class has what is above all."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> Distribution:
+        """Without values."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 class Totals:
@@ -22,6 +47,8 @@ class Totals:
         self._sums: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self._wait_lost_s = 0.0
+        self._phases_s: dict[str, float] = {}
+        self._distributions: dict[tuple[str, str], Distribution] = {}
         self.last: PrefillReport | None = None
 
     def add(self, report: PrefillReport) -> None:
@@ -35,6 +62,32 @@ class Totals:
             self._sums["fallbacks"] += bool(report.fallback)
             self._misses.update(miss.reason for miss in report.misses)
             self._wait_lost_s += report.wait_lost_s
+            for phase in ("find", "plan", "pull", "align", "recompute"):
+                self._phases_s[phase] = self._phases_s.get(phase, 0.0) + getattr(report.timings, f"{phase}_s")
+            self._distribute(report)
+
+    def _distribute(self, report: PrefillReport) -> None:
+        how = "computed" if report.recomputed_tokens == report.prompt_tokens else "reused"
+        self._distribution("kvcomm_prefill_seconds", how, PREFILL_BOUNDS_S).add(report.timings.total_s)
+        for run in report.runs:
+            self._distribution("kvcomm_reused_likeness", "", LIKENESS_BOUNDS).add(run.likeness)
+        for estimate in ("expected", "predicted"):
+            kl = getattr(report, f"{estimate}_kl")
+            if report.runs and kl is not None:
+                self._distribution("kvcomm_divergence_nats", estimate, DIVERGENCE_BOUNDS).add(kl)
+
+    def _distribution(self, name: str, label: str, bounds: tuple[float, ...]) -> Distribution:
+        return self._distributions.setdefault((name, label), Distribution.over(bounds))
+
+    def phases_s(self) -> dict[str, float]:
+        """Seconds by phase of `report.Timings`."""
+        with self._lock:
+            return dict(self._phases_s)
+
+    def distributions(self) -> dict[tuple[str, str], Distribution]:
+        """Copies, by name of the metric and label."""
+        with self._lock:
+            return {key: replace(each, counts=list(each.counts)) for key, each in self._distributions.items()}
 
     def read(self) -> tuple[dict[str, int], dict[str, int], float]:
         """Sums by name, misses by reason, seconds lost waiting."""

@@ -32,6 +32,12 @@ PREFIX = "KVCOMM_"
 OPENMP_SPINS = 3000
 """Turns of libgomp's waiting loop (microseconds in all) before a thread sleeps; `share_cores` says why."""
 
+METRICS_ANY_PORT = -1
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_WORDS = {"metrics_port": {"off": "0", "any": str(METRICS_ANY_PORT)}}
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 
@@ -94,8 +100,28 @@ class Settings:
     pull_stall_timeout_s: float = 0.2
     """Seconds without progress until a pull is given up."""
 
+    metrics_port: int = 0
+    """Port of the Prometheus metrics on 127.0.0.1; 0 or "off": none, "any": any free port (`kvcomm status --json` tells
+    which)."""
+
+    record_dir: str = ""
+    """Folder for a recording of everything that reaches the node, made if it is missing; empty: none. See docs/recording.md:
+    it holds token ids."""
+
+    record_redact: bool = False
+    """Whether token ids in recordings are replaced by digests."""
+
+    record_bytes_max: int = 256 << 20
+    """Bytes after which a recording ends ("512MiB" works)."""
+
+    log: str = "text"
+    """How `kvcomm` writes its log on stderr: "text", or "json" with one object a line."""
+
+    log_level: str = "warning"
+    """The least that `kvcomm` logs: debug, info, warning or error."""
+
     def __post_init__(self) -> None:
-        problems = [*self._bad_addresses(), *self._bad_folders(), *self._bad_node_values()]
+        problems = [*self._bad_addresses(), *self._bad_folders(), *self._bad_node_values(), *self._bad_watching()]
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -160,6 +186,20 @@ class Settings:
             problems.append('cluster is empty; use a name such as "default"')
         return problems
 
+    def _bad_watching(self) -> list[str]:
+        problems = []
+        if self.metrics_port != METRICS_ANY_PORT and not 0 <= self.metrics_port <= 65535:
+            problems.append(f'metrics_port {self.metrics_port} is not between 0 and 65535; use "any" for any free port')
+        if self.record_dir and not Path(self.record_dir).is_absolute():
+            problems.append(f"record_dir {self.record_dir!r} is not an absolute path")
+        if self.record_bytes_max < 1 << 20:
+            problems.append(f"record_bytes_max {self.record_bytes_max} is below 1MiB")
+        if self.log not in LOG_FORMATS:
+            problems.append(f"log {self.log!r} is not one of {', '.join(LOG_FORMATS)}")
+        if self.log_level not in LOG_LEVELS:
+            problems.append(f"log_level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+        return problems
+
     def _bad_folders(self) -> list[str]:
         problems = []
         for name in ("state_dir", "cache_dir", "runtime_dir"):
@@ -206,8 +246,15 @@ def _from_file(environ: Mapping[str, str], problems: list[str]) -> dict[str, tup
 
 def _parse(kind: str, key: str, value: Any) -> Any:
     """Raises ValueError saying what would be right."""
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        if str(value).strip().lower() not in _TRUTH:
+            raise ValueError(f"{value!r} is neither true nor false")
+        return _TRUTH[str(value).strip().lower()]
     if isinstance(value, bool | list | dict):
         raise ValueError(f"{value!r} must be a text or a number")
+    value = _WORDS.get(key, {}).get(str(value).strip().lower(), value)
     if kind == "Path":
         return Path(str(value)).expanduser()
     if kind == "str":

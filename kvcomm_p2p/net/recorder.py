@@ -20,12 +20,14 @@ import msgpack
 import msgspec
 import numpy as np
 
-from kvcomm_p2p.errors import UsageError
+from kvcomm_p2p.errors import ConfigError, UsageError
 from kvcomm_p2p.protocol.anchors import HeldAnchor
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import AnchorsPublished, AnchorTokens, Effect, Event
+from kvcomm_p2p.protocol.ids import short
 from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, MemberRecord, Tokens
 from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.settings import Settings
 
 FORMAT = "kvcomm recording"
 FORMAT_VERSION = 1
@@ -52,6 +54,7 @@ class Recorder:
         """Makes `path` (mode 0600); raises OSError, also if it exists. `redact`: token ids are replaced by digests under a
         key that is thrown away, equal ids by equal digests."""
         self.path = path
+        self.redacted = redact
         self._bytes_max = bytes_max
         self._key = os.urandom(32) if redact else b""
         self._file: IO[bytes] | None = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
@@ -110,6 +113,19 @@ class Recorder:
 
     def _redacted(self, value: Any) -> Any:
         return redacted(value, self._key) if self._key else value
+
+
+def make_recorder(settings: Settings, name: str, node_id: bytes) -> Recorder | None:
+    """As the settings say: None without `record_dir`. The file is called after the node. Raises ConfigError."""
+    if not settings.record_dir:
+        return None
+    plain = "".join(character if character.isalnum() or character in "._-" else "_" for character in name)
+    path = Path(settings.record_dir) / f"{plain}-{short(node_id)}{SUFFIX}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Recorder(path, bytes_max=settings.record_bytes_max, redact=settings.record_redact)
+    except OSError as error:
+        raise ConfigError(f"record_dir: {path} cannot be made ({error.strerror or error})") from error
 
 
 class RecordedNode(Node):
