@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import ipaddress
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -38,6 +39,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _WORDS = {"metrics_port": {"off": "0", "any": str(METRICS_ANY_PORT)}}
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+ENCRYPT = ("auto", "always")
+ANY_HOST = "0.0.0.0"
+
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 
@@ -68,10 +72,16 @@ class Settings:
     """Nodes of clusters with different names refuse each other."""
 
     bind_host: str = "127.0.0.1"
-    """Address to listen on. Only loopback for now: traffic is authenticated but not encrypted."""
+    """IPv4 address to listen on. Any but loopback needs keys and an allow-list (`kvcomm keys`)."""
 
     advertise_host: str = ""
-    """Address under which peers reach this node; empty: `bind_host`."""
+    """IPv4 address under which peers reach this node; empty: `bind_host`."""
+
+    encrypt: str = "auto"
+    """"auto": connections are encrypted unless the node listens on loopback; "always": there too."""
+
+    secret_grace_s: float = 3600.0
+    """Seconds for which the cluster's secret still opens frames after `kvcomm keys rotate`."""
 
     control_port: int = 0
     """0: any free port."""
@@ -99,6 +109,9 @@ class Settings:
 
     pull_stall_timeout_s: float = 0.2
     """Seconds without progress until a pull is given up."""
+
+    anchor_ttl_s: float = 0.0
+    """Seconds after which a node forgets an anchor that nobody published again; 0: never."""
 
     metrics_port: int = 0
     """Port of the Prometheus metrics on 127.0.0.1; 0 or "off": none, "any": any free port (`kvcomm status --json` tells
@@ -168,14 +181,23 @@ class Settings:
             pool_anchors_max=self.pool_anchors_max,
         )
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.encrypt == "always" or not is_loopback(self.bind_host)
+
     def _bad_addresses(self) -> list[str]:
         problems = []
-        for name, host in (("bind_host", self.bind_host), ("advertise_host", self.advertise_host or self.bind_host)):
-            if not is_loopback(host):
-                problems.append(
-                    f"{name} {host!r} is not a loopback address; encrypted transport for other addresses does not "
-                    "exist yet, use 127.0.0.1"
-                )
+        if not is_ipv4(self.bind_host):
+            problems.append(f"bind_host {self.bind_host!r} is not an IPv4 address; use for example 127.0.0.1")
+        elif self.bind_host == ANY_HOST and not self.advertise_host:
+            problems.append(
+                f"bind_host {ANY_HOST} is no address that peers can reach: also set advertise_host, or use 127.0.0.1"
+            )
+        if self.advertise_host and (not is_ipv4(self.advertise_host) or self.advertise_host == ANY_HOST):
+            problems.append(f"advertise_host {self.advertise_host!r} is not an IPv4 address that peers can reach")
+        if self.encrypt not in ENCRYPT:
+            problems.append(f"encrypt {self.encrypt!r} is not one of {', '.join(ENCRYPT)}")
         for name in ("control_port", "bulk_port"):
             port = getattr(self, name)
             if not 0 <= port <= 65535:
@@ -212,6 +234,9 @@ class Settings:
 
     def _bad_node_values(self) -> list[str]:
         problems = []
+        for name in ("anchor_ttl_s", "secret_grace_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"{name} {getattr(self, name)} is not a number of seconds from 0")
         if self.deviation_bytes < 0:
             problems.append(f"deviation_bytes {self.deviation_bytes} is negative; use 0 to remember nothing")
         try:
@@ -219,6 +244,17 @@ class Settings:
         except SettingsError as error:
             problems += error.problems
         return problems
+
+
+def is_ipv4(host: str) -> bool:
+    """Whether it is an IPv4 address or "localhost": no name is looked up anywhere."""
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

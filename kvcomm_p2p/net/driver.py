@@ -10,13 +10,17 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcomm_p2p.errors import ConfigError, UsageError
+from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.interpreter import Finish, Interpreter, MakeNode, is_digest
+from kvcomm_p2p.net.key_watch import KeyWatch
 from kvcomm_p2p.net.keys import ClusterKeys
 from kvcomm_p2p.net.seal import Sealer
+from kvcomm_p2p.net.seeds import parse_seed
 from kvcomm_p2p.net.transport import Addresses, Transport
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import (
@@ -37,7 +41,6 @@ from kvcomm_p2p.protocol.events import (
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.views import NodeStats, PeerView
-from kvcomm_p2p.settings import is_loopback
 from kvcomm_p2p.store import BlockStore
 
 HASH_THREADS = 2
@@ -94,12 +97,20 @@ class Driver:
         keys: ClusterKeys,
         *,
         verify: Callable[[memoryview, bytes], bool] = is_digest,
+        gate: Gate | None = None,
+        state_dir: Path | None = None,
     ) -> None:
-        """`verify(bytes, digest)` runs in a pool of threads for every pulled block; only measurements replace it."""
+        """`verify(bytes, digest)` runs in a pool of threads for every pulled block; only measurements replace it. `gate`: who
+        is believed, by default every holder of `keys`. `state_dir`: where changes of keys and of the allow-list are looked
+        for while the driver runs; None: nowhere."""
         self._store = store
         self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="kvcomm-hash")
+        sealer = Sealer(keys.seal)
         self._interpreter = Interpreter(
-            make_node, transport, store, Sealer(keys.seal), self._hashers, self._on_finish, verify
+            make_node, transport, store, sealer, self._hashers, self._on_finish, verify, gate
+        )
+        self._key_watch = (
+            None if state_dir is None else KeyWatch(state_dir, keys, sealer, self._interpreter.set_allowed)
         )
         self._thread = threading.Thread(target=self._main, name="kvcomm-driver", daemon=True)
         self._started: concurrent.futures.Future[Addresses] = concurrent.futures.Future()
@@ -159,6 +170,8 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         addresses = self._interpreter.start()
+        if self._key_watch is not None:
+            self._key_watch.start()
         self._started.set_result(addresses)
         try:
             await self._stop.wait()
@@ -168,24 +181,26 @@ class Driver:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:  # whoever waited gets to see its result before the loop ends
                 await asyncio.wait(others, timeout=FLUSH_S)
+            if self._key_watch is not None:
+                self._key_watch.stop()
             self._interpreter.stop(FLUSH_S)
 
     # ------------------------------------------------------------------------------------------------------------ loop
 
     async def join(self, seeds: Sequence[str], timeout_s: float) -> FinishJoin:
-        """Loop. Join through any of `seeds`; after a timeout the node goes on trying by itself.
+        """Loop. Join through any of `seeds` ("host:port", or "host:port#NAME" of a peer in the allow-list); after a timeout
+        the node goes on trying by itself.
 
         Raises ConfigError for an address that cannot be a peer's, UsageError if a join is under way.
         """
-        for seed in seeds:
-            check_seed(seed)
+        addresses = tuple(self._interpreter.gate.seed(seed) for seed in seeds)
         if self._join is not None:
             raise UsageError("a join is under way already")
         self._require_running()
         future: asyncio.Future[FinishJoin] = self._loop.create_future()
         self._join = future
         try:
-            self._interpreter.handle(JoinRequested(tuple(seeds), self._loop.time() + timeout_s))
+            self._interpreter.handle(JoinRequested(addresses, self._loop.time() + timeout_s))
             return await future
         finally:
             self._join = None
@@ -330,11 +345,5 @@ class Driver:
 
 
 def check_seed(seed: str) -> None:
-    """Raises ConfigError, naming the fix, for an address that cannot be a peer's."""
-    host, colon, port = seed.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()):
-        raise ConfigError(f"{seed!r} is not an address to join: write host:port, for example 127.0.0.1:5701")
-    if not 0 < int(port) < 65536:
-        raise ConfigError(f"cannot join {seed!r}: the port must lie between 1 and 65535")
-    if not is_loopback(host):
-        raise ConfigError(f"cannot join {seed!r}: only loopback addresses (127.0.0.1) are supported yet")
+    """Raises ConfigError, naming the fix, for what cannot be a peer's address, however this node is set up."""
+    parse_seed(seed)

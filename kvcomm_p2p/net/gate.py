@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.net.curve import dial_name
-from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity
+from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity, load_allowed, load_identity
 from kvcomm_p2p.net.seeds import parse_seed
 from kvcomm_p2p.net.signatures import is_genuine
 from kvcomm_p2p.protocol.ids import NodeId
@@ -199,3 +200,20 @@ def _remember(table: OrderedDict[Any, Any], key: Any, value: Any, entries_max: i
     table.move_to_end(key)
     if len(table) > entries_max:
         table.popitem(last=False)
+
+
+def open_gate(state_dir: Path, bind_host: str, *, encrypted: bool) -> Gate:
+    """The gate of a node of `state_dir`. Raises ConfigError, naming the commands, where connections are to be encrypted and
+    there is no identity to encrypt with, or nobody to talk to."""
+    identity = load_identity(state_dir)
+    if not encrypted:
+        return Gate(identity)
+    exchange = "`kvcomm keys allow LINE` with the line that `kvcomm keys show` prints for each of your peers"
+    if identity is None:
+        raise ConfigError(
+            f"a node at {bind_host} needs keys, since its connections are encrypted: run `kvcomm keys new`, then {exchange}"
+        )
+    allowed = load_allowed(state_dir)
+    if not allowed and not is_loopback(bind_host):
+        raise ConfigError(f"nobody may connect to a node at {bind_host}: run {exchange}")
+    return Gate(identity, allowed, required=True)

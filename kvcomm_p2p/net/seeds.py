@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import NamedTuple
 
 from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.settings import ANY_HOST, is_ipv4
 
 
 class Seed(NamedTuple):
@@ -23,16 +23,6 @@ def parse_seed(text: str) -> Seed:
         raise ConfigError(f"{text!r} is not an address to join: write host:port, for example 127.0.0.1:5701")
     if not 0 < int(port) < 65536:
         raise ConfigError(f"cannot join {text!r}: the port must lie between 1 and 65535")
-    if not is_address(host):
+    if not is_ipv4(host) or host == ANY_HOST:
         raise ConfigError(f"cannot join {text!r}: write the host as an IPv4 address, for example 192.0.2.7:{port}")
     return Seed(address, label)
-
-
-def is_address(host: str) -> bool:
-    """Whether it is an IPv4 address or "localhost": nothing is ever looked up in a name server."""
-    if host == "localhost":
-        return True
-    try:
-        return not ipaddress.IPv4Address(host).is_unspecified
-    except ValueError:
-        return False
