@@ -34,6 +34,8 @@ class ScenarioName(str, enum.Enum):
 
 SCENARIO_HELP = f"Repeatable [default: all]: {', '.join(name.value for name in ScenarioName)}."
 
+CLUSTER_CASES = "update, join, death, load, freeze, partition, herd, latency, sixtyfour"
+
 bench = typer.Typer(help="Measure, and print the figures as a table or as JSON.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="The results object on stdout.")]
@@ -117,6 +119,24 @@ def guard(
     from kvcomm_p2p.modes import parse_mode
 
     _measure("guard", as_json, save, requests=requests, tokens=tokens, mode=parse_mode(mode), **_given(model))
+
+
+@bench.command()
+@guarded
+def cluster(
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help=f"[default: all] {CLUSTER_CASES}")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=2, metavar="COUNT", help="Processes [default: 16].")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, metavar="COUNT", help="Of what is repeated.")] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="MINUTES", help="load: how long [default: 10].")] = None,
+    seconds: Annotated[float | None, typer.Option(metavar="SECONDS", help="partition: how long [default: 60].")] = None,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """Nodes in processes of their own, without a model: how fast news spread, and what death, silence and load do."""
+    given = _given(None, nodes=nodes, repeats=repeats, minutes=minutes, seconds=seconds)
+    _measure("cluster", as_json, save, cases=cases or [], **given)
 
 
 def _given(model: str | None, **options: Any) -> dict[str, Any]:
