@@ -30,6 +30,10 @@ CONTEXT_TOKENS = 128
 HOPS_PUBLISHED_MAX = 1
 """KV with more repairs behind it than this is never published."""
 
+LANDMARKS_DEFAULT = 4
+LANDMARKS_MAX = 32
+"""Landmarks of one anchor that are used: the smallest."""
+
 NO_CHAIN = ChainHash(b"")
 """In place of a chain hash: none is advertised."""
 
@@ -139,13 +143,16 @@ class AnchorMeta:
 class HeldAnchor:
     """An anchor that this node holds: metadata, its token ids, and one handle and SHA-256 digest per block.
 
-    `token_ids` is uint32 of shape [end - start] and read-only.
+    `token_ids` is uint32 of shape [end - start] and read-only. `landmarks` are the few fingerprints by which others find
+    it where no node knows all anchors (`planning.landmarks`): the minimum of every stretch, and names of contents. Empty:
+    the smallest LANDMARKS_DEFAULT of its fingerprints stand in.
     """
 
     meta: AnchorMeta
     token_ids: npt.NDArray[np.uint32]
     handles: tuple[BlockHandle, ...]
     digests: tuple[bytes, ...]
+    landmarks: tuple[int, ...] = ()
 
 
 class MissReason(str, enum.Enum):

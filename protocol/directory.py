@@ -6,7 +6,7 @@ small unsorted tail that is merged in when it has grown; rows that died are skip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -102,12 +102,35 @@ class Directory:
         for anchor_id in tuple(self._of_holder.get(holder, ())):
             self.remove(holder, anchor_id)
 
-    def find(self, lookup: Lookup, usable: Callable[[NodeId, AnchorMeta], bool]) -> LookupResult:
-        """Hits as `LookupResult` describes them, of rows for which `usable(holder, meta)` holds.
+    def find(
+        self,
+        lookup: Lookup,
+        usable: Callable[[NodeId, AnchorMeta], bool],
+        also: Sequence[Directory] = (),
+        near: NodeId | None = None,
+    ) -> LookupResult:
+        """Hits as `LookupResult` describes them, of rows for which `usable(holder, meta)` holds, here and in `also`; what
+        several know of one holder's anchor is taken from the first.
 
         At most `anchors_max` different anchors, at most HOLDERS_PER_ANCHOR_MAX holders of each (our own copy, then
-        those whose id is nearest to ours by exclusive or, so that different nodes prefer different holders).
+        those whose id is nearest to ours, or to `near`, by exclusive or, so that different nodes prefer different holders).
         """
+        hits: dict[tuple[NodeId, AnchorId], AnchorHit] = {}
+        foreign = False
+        for directory in (self, *also):
+            found, others = directory._hits(lookup, usable)
+            foreign = foreign or others
+            for hit in found:
+                hits.setdefault((hit.holder, hit.meta.anchor_id), hit)
+        chosen = self._choose(list(hits.values()), lookup.anchors_max, self._me if near is None else near)
+        taken = {(hit.holder, hit.meta.anchor_id) for hit in chosen}
+        chosen += [hit for each in (self, *also) for hit in each._neighbours(tuple(chosen), taken, lookup, usable)]
+        chosen.sort(key=self._rank)
+        miss = None if chosen else MissReason.MODEL_MISMATCH if foreign else MissReason.NOT_FOUND
+        return LookupResult(tuple(chosen), miss)
+
+    def _hits(self, lookup: Lookup, usable: Callable[[NodeId, AnchorMeta], bool]) -> tuple[list[AnchorHit], bool]:
+        """All hits here, and whether anchors of other models would have been hit."""
         prefix: dict[int, int] = {}
         for chain in lookup.chains:
             for row in _first(self._of_chain.get(chain, ()), ROWS_PER_KEY_MAX):
@@ -122,11 +145,7 @@ class Directory:
                 foreign = foreign or usable(holder, meta)
             elif usable(holder, meta):
                 hits.append(AnchorHit(meta, holder, matches.get(row, 0), prefix.get(row, 0), similar.get(row)))
-        chosen = self._choose(hits, lookup.anchors_max)
-        chosen += self._neighbours(chosen, lookup, usable)
-        chosen.sort(key=self._rank)
-        miss = None if chosen else MissReason.MODEL_MISMATCH if foreign else MissReason.NOT_FOUND
-        return LookupResult(tuple(chosen), miss)
+        return hits, foreign
 
     def _count_matches(self, fingerprints: _U32) -> dict[int, int]:
         """Row -> number of `fingerprints` in it, for live rows, ascending by row."""
@@ -143,7 +162,7 @@ class Directory:
         bits = VALUE_BITS + 1 if hit.similar_bits is None else hit.similar_bits
         return -hit.prefix_tokens, -hit.matches, bits, hit.holder != self._me, hit.meta.anchor_id, hit.holder
 
-    def _choose(self, hits: list[AnchorHit], anchors_max: int) -> list[AnchorHit]:
+    def _choose(self, hits: list[AnchorHit], anchors_max: int, near: NodeId) -> list[AnchorHit]:
         hits.sort(key=self._rank)
         by_anchor: dict[AnchorId, list[AnchorHit]] = {}
         for hit in hits:
@@ -153,18 +172,18 @@ class Directory:
                 by_anchor[hit.meta.anchor_id] = [hit]
         chosen: list[AnchorHit] = []
         for copies in by_anchor.values():
-            copies.sort(key=lambda hit: self._distance(hit.holder))
+            copies.sort(key=lambda hit: _distance(near, hit.holder))
             chosen += copies[:HOLDERS_PER_ANCHOR_MAX]
         return chosen
 
-    def _distance(self, holder: NodeId) -> int:
-        return int.from_bytes(holder, "big") ^ int.from_bytes(self._me, "big")
-
     def _neighbours(
-        self, hits: list[AnchorHit], lookup: Lookup, usable: Callable[[NodeId, AnchorMeta], bool]
+        self,
+        hits: Sequence[AnchorHit],
+        taken: set[tuple[NodeId, AnchorId]],
+        lookup: Lookup,
+        usable: Callable[[NodeId, AnchorMeta], bool],
     ) -> list[AnchorHit]:
-        """Anchors that touch a hit in its sequence at its holder and are not hits themselves."""
-        taken = {(hit.holder, hit.meta.anchor_id) for hit in hits}
+        """Anchors that touch a hit in its sequence at its holder and are not `taken`; they are from now on."""
         found: list[AnchorHit] = []
         for hit in hits:
             rows = self._of_sequence.get((hit.holder, hit.meta.sequence_id), ())
@@ -231,6 +250,10 @@ class _Contents:
             for row, bits in islice(rows, ROWS_PER_KEY_MAX):
                 found[row] = min(bits, found.get(row, bits))
         return found
+
+
+def _distance(a: NodeId, b: NodeId) -> int:
+    return int.from_bytes(a, "big") ^ int.from_bytes(b, "big")
 
 
 def _first(rows: Iterable[int], count: int) -> list[int]:

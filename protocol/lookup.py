@@ -1,4 +1,4 @@
-"""Questions to the directory, and its answers. Pure reads: they change nothing and send nothing."""
+"""Questions to the directory, and its answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, MissReason
 from kvcomm_p2p.protocol.ids import ChainHash, ModelId, NodeId
 
 
+LANDMARKS_ASKED_MAX = 256
+"""Fingerprints for which shard owners are asked where a lookup names no landmarks, or more than these."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """What a prompt asks: its chain hash at every block boundary (ascending), its winnowed fingerprints (uint32,
     unique), and `sketches`: SimHashes of windows of it. Anchors whose content is at most `sketch_bits_max` bits (0 to
     64) from one of them are near-duplicates. Each sketch costs a search, so none costs nothing.
+
+    `landmarks` are those of the fingerprints that shard owners are asked for (see `HeldAnchor.landmarks`); empty: the
+    smallest LANDMARKS_ASKED_MAX.
     """
 
     model_id: ModelId
@@ -24,6 +31,7 @@ class Lookup:
     anchors_max: int = 64
     sketches: tuple[int, ...] = ()
     sketch_bits_max: int = 9
+    landmarks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class LookupResult:
     neighbours of every hit in the same sequence and holder (matches 0), since an equal run may reach into them.
 
     `miss` says why there is nothing at all: NOT_FOUND, or MODEL_MISMATCH when only anchors of other models would have
-    been hit.
+    been hit, or DEADLINE when owners of shards did not answer in time.
     """
 
     hits: tuple[AnchorHit, ...]
