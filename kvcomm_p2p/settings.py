@@ -101,8 +101,11 @@ class Settings:
     gossip_interval_s: float = 0.2
     """Seconds between gossip rounds."""
 
-    peer_timeout_s: float = 6.0
-    """Seconds of silence until a peer counts as gone."""
+    probe_interval_s: float = 1.0
+    """Seconds between probes, each of one peer."""
+
+    probe_timeout_s: float = 0.5
+    """Seconds until a peer that does not answer a probe is probed through others."""
 
     tokens_timeout_s: float = 0.1
     """Seconds that a request waits for a peer's token ids."""
@@ -174,7 +177,8 @@ class Settings:
         return NodeConfig(
             cluster_id=hashlib.sha256(b"kvcomm cluster\0" + self.cluster.encode()).digest()[:16],
             gossip_interval_s=self.gossip_interval_s,
-            peer_timeout_s=self.peer_timeout_s,
+            probe_interval_s=self.probe_interval_s,
+            probe_timeout_s=self.probe_timeout_s,
             tokens_timeout_s=self.tokens_timeout_s,
             pull_stall_timeout_s=self.pull_stall_timeout_s,
             pool_bytes_max=self.pool_bytes_max,

@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from kvcomm_p2p.protocol.anchors import Miss, MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.directory import Directory
-from kvcomm_p2p.protocol.events import Effect, FinishJoin, JoinRequested, ReportPeer, SendMessage
+from kvcomm_p2p.protocol.events import (
+    Effect,
+    IdentityRenewed,
+    JoinRequested,
+    RenewIdentity,
+    ReportPeer,
+    SaveState,
+    SendMessage,
+)
 from kvcomm_p2p.protocol.exchange import Exchange
 from kvcomm_p2p.protocol.gossip import Replicas
+from kvcomm_p2p.protocol.health import LocalHealth
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange, PeerState
+from kvcomm_p2p.protocol.joining import Joining
+from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange
 from kvcomm_p2p.protocol.messages import (
     PROTOCOL_VERSION,
     Bye,
     Hello,
     MemberRecord,
     Message,
+    NoPong,
+    Ping,
+    PingRequest,
+    Pong,
     Refused,
     RefusedReason,
+    Rumour,
+    Status,
     Welcome,
 )
 from kvcomm_p2p.protocol.pool import PoolChange, is_shared
+from kvcomm_p2p.protocol.probes import Probes
 
-JOIN_RETRY_S_MAX = 5.0
 WELCOME_MEMBERS_MAX = 32
 """Members named in a Welcome; gossip brings the rest."""
 
-LONELY_RECONTACT_S = 1.0
-"""Mean seconds between attempts to reach a seed or an expired peer while nobody is alive."""
+RECONTACT_S_MIN = 1.0
+"""Mean seconds between attempts to reach a seed or a dead peer while nobody is alive, and at least otherwise."""
+
+ADDRESSES_SAVED_MAX = 64
+ADDRESSES_SAVED_S = 5.0
+"""Seconds between savings of where peers are, at least."""
 
 NEWS_FANOUT = 3
 """Peers that hear of a change of our own at once, so that a small cluster knows within a round trip."""
@@ -40,23 +59,23 @@ NEWS_DELAY_S = 0.01
 """Changes within this time are told together."""
 
 
-@dataclass(slots=True)
-class _Join:
-    seeds: tuple[str, ...]
-    deadline: float
-    delay_s: float
-    retry_at: float
-    answered: bool = False
-
-
 class Community:
     """What this node knows of the others. `gone` collects peers that just became unavailable, until it is drained."""
 
-    def __init__(self, config: NodeConfig, me: MemberRecord, rng: random.Random, now: float) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        me: MemberRecord,
+        rng: random.Random,
+        now: float,
+        incarnation: int = 0,
+        addresses: tuple[str, ...] = (),
+    ) -> None:
         self._config = config
-        self._me = me
         self._rng = rng
-        self.members = Membership(config, me)
+        self.members = Membership(config, me, incarnation)
+        self.health = LocalHealth()
+        self.probes = Probes(config, self.members, self.health, rng, now)
         self.replicas = Replicas(
             me.node_id,
             me.epoch,
@@ -66,63 +85,93 @@ class Community:
         self.directory = Directory(me.node_id)
         self.gone: list[NodeId] = []
         self.forgotten: list[NodeId] = []
-        self.exchange = Exchange(config, me, self.members, self.replicas, self.directory, self._carry_out)
-        self._join: _Join | None = None
-        self._seeds: tuple[str, ...] = ()
+        self.stalls = 0
+        self.exchange = Exchange(config, self.members, self.replicas, self.directory, self._carry_out)
+        self._joining = Joining(config, me.control, self._hello)
+        self._addresses = addresses
+        self._saved = (incarnation, addresses)
+        self._save_at = now
+        self._refuted = 0
         self._round_at = now + rng.random() * config.gossip_interval_s
-        self._recontact_at = now + self._jittered(config.recontact_s)
+        self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
         self._news_at = math.inf
         self._told_at = -math.inf
+
+    @property
+    def me(self) -> MemberRecord:
+        return self.members.me
 
     def _jittered(self, mean_s: float) -> float:
         return mean_s * (0.5 + self._rng.random())
 
     def next_deadline(self) -> float:
-        deadline = min(self._round_at, self._news_at)
-        if self._join is not None:
-            deadline = min(deadline, self._join.retry_at)
-            if not self._join.answered:
-                deadline = min(deadline, self._join.deadline)
-        return deadline
+        return min(self._round_at, self._news_at, self.probes.next_deadline(), self._joining.next_deadline())
+
+    def woke(self, now: float) -> None:
+        """Before anything else at `now`: if we come late to what was due, the time between was no time to judge others
+        by (the process was stopped, the machine slept, or others had the processors)."""
+        late_s = now - self.next_deadline()
+        if late_s > self._config.probe_timeout_s / 2:
+            self.stalls += 1
+            self.health.worse()
+            self.members.stalled(late_s)
+            self.probes.stalled(late_s)
+
+    def heard(self, sender: NodeId, now: float) -> None:
+        """An authenticated message of `sender` is here: it lives."""
+        self.members.heard(sender, now)
+        self.probes.heard(sender)
+
+    def settle(self, now: float) -> list[Effect]:
+        """After everything else at `now`: what follows from what others believe of us."""
+        effects: list[Effect] = []
+        members = self.members
+        if members.refutations != self._refuted:
+            self._refuted = members.refutations
+            self.health.worse()
+        while members.doubted:
+            effects += self.probes.ping(members.doubted.pop())
+        if members.epoch_wanted > members.me.epoch:
+            effects.append(RenewIdentity(members.epoch_wanted))
+            members.epoch_wanted = members.me.epoch
+        if members.incarnation != self._saved[0]:
+            effects.append(self._save(self._saved[1]))
+        return effects
+
+    def renewed(self, event: IdentityRenewed, now: float) -> list[Effect]:
+        """Go on in a higher epoch: everything of ours is announced anew. Ignored for another node or a lower epoch."""
+        member = event.member
+        if member.node_id != self.me.node_id or member.epoch <= self.me.epoch:
+            return []
+        self.members.renew(member)
+        self.replicas.renew(member.epoch)
+        return [self._save(self._saved[1]), *[self.introduction(peer) for peer in self.members.reachable()]]
 
     def join(self, event: JoinRequested, now: float) -> list[Effect]:
         """Ask all seeds. An earlier join that was not answered yet ends as missed."""
-        effects = self._join_missed("replaced by another join") if self._join is not None else []
-        seeds = tuple(seed for seed in dict.fromkeys(event.seeds) if seed != self._me.control)
-        self._seeds = seeds
-        if not seeds:
-            return [*effects, FinishJoin(len(self.members))]
-        self._join = _Join(seeds, event.deadline, self._config.join_retry_s, now + self._config.join_retry_s)
-        return [*effects, *self._ask_seeds(seeds)]
+        return self._joining.begin(event, len(self.members), now)
 
     def leave(self) -> list[Effect]:
-        """Say goodbye to everybody alive."""
-        effects = self._join_missed("left") if self._join is not None else []
-        return effects + [self._to(peer, Bye(self._me.epoch)) for peer in self.members.alive()]
+        """Say goodbye to everybody who is there."""
+        return self._joining.missed("left") + [self._to(peer, Bye(self.me.epoch)) for peer in self.members.reachable()]
 
     def tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        join = self._join
-        if join is not None:
-            if not join.answered and join.deadline <= now:
-                effects += self._join_missed("no seed answered")
-            if join.retry_at <= now:
-                join.delay_s = min(2 * join.delay_s, JOIN_RETRY_S_MAX)
-                join.retry_at = now + join.delay_s
-                effects += self._ask_seeds(join.seeds)
+        effects = self._joining.tick(now)
         if self._round_at <= now:
             effects += self._round(now)
+        changes, asked = self.probes.tick(now)
+        effects += self._carry_out(changes) + asked
         if self._news_at <= now:
             self._news_at = math.inf
             self._told_at = now
             alive = self.members.alive()
             chosen = self._rng.sample(alive, min(NEWS_FANOUT, len(alive)))
-            effects += [self._contact(peer) for peer in chosen]
+            effects += [self._contact(peer, now) for peer in chosen]
         return effects
 
     def announce(self, change: PoolChange, now: float) -> None:
         """The pool changed: tell the directory, and the log of what peers may know."""
-        me, own = self._me.node_id, self.replicas.own
+        me, own = self.me.node_id, self.replicas.own
         before = own.max_seq
         added = {meta.anchor_id for meta in change.added if is_shared(meta)}
         for meta in change.removed:
@@ -136,16 +185,23 @@ class Community:
         if own.max_seq != before and math.isinf(self._news_at):
             self._news_at = max(now + NEWS_DELAY_S, self._told_at + self._config.gossip_interval_s / 2)
 
-    def unreachable(self, peer: NodeId, now: float) -> list[Effect]:
-        return self._carry_out(self.members.expire(peer, now, "unreachable"))
+    def unreachable(self, node_id: NodeId, now: float) -> list[Effect]:
+        """Its connection was refused or broke: suspect, and nobody here waits for it any longer."""
+        changes = self.members.accuse(node_id, now, "unreachable")
+        peer = self.members.get(node_id)
+        if peer is None:
+            return []
+        self.gone.append(node_id)
+        # If it is there after all, it hears of it at once, and contradicts.
+        return self._carry_out(changes) + (self.probes.ping(peer) if changes else [])
+
+    # ------------------------------------------------------------------------------------------------- joining, leaving
 
     def hello(self, sender: NodeId, message: Hello, now: float) -> list[Effect]:
         """Somebody wants in. Raises ValueError if it speaks for somebody else."""
         record = message.member
         if record.node_id != sender:
             raise ValueError("Hello in the name of somebody else")
-        if sender == self._me.node_id:
-            return []
         displaced = self.members.displaced_by(record)
         effects: list[Effect] = []
         refusal = self._refusal(message, displaced)
@@ -153,20 +209,27 @@ class Community:
             report = ReportPeer(sender, record.name, "refused", refusal.detail)
             return [report, SendMessage(sender, record.control, refusal)]
         if displaced is not None:
-            changes = self.members.expire(displaced.node_id, now, "another node has its address")
-            effects += self._carry_out(changes)
-        effects += self._carry_out(self.members.learn(record, 0, now))
+            effects += self._carry_out(self.members.bury(displaced.node_id, now, "another node has its address"))
+        effects += self._carry_out(self.members.learn(record, message.incarnation, now))
         others = [peer.record for peer in self.members.alive() if peer.node_id != sender]
         if len(others) > WELCOME_MEMBERS_MAX:
             others = sorted(self._rng.sample(others, WELCOME_MEMBERS_MAX), key=lambda member: member.node_id)
-        return [*effects, SendMessage(sender, record.control, Welcome(self._me, tuple(others)))]
+        known = self.members.standing(sender)
+        doubt = self.members.doubt(sender)
+        if doubt is None and known is not None and known.epoch > record.epoch:
+            doubt = Rumour(sender, *known)
+        answer = Welcome(self.me, tuple(others), self.members.incarnation, () if doubt is None else (doubt,))
+        return [*effects, SendMessage(sender, record.control, answer)]
 
     def _refusal(self, message: Hello, displaced: Peer | None) -> Refused | None:
         record = message.member
         if message.cluster_id != self._config.cluster_id:
             return Refused(RefusedReason.WRONG_CLUSTER, "this node belongs to another cluster")
         if not message.oldest <= PROTOCOL_VERSION <= message.newest:
-            return Refused(RefusedReason.WRONG_VERSION, f"this node speaks protocol version {PROTOCOL_VERSION}")
+            theirs = f"you speak {message.oldest} to {message.newest}"
+            return Refused(
+                RefusedReason.WRONG_VERSION, f"this node speaks protocol version {PROTOCOL_VERSION}; {theirs}"
+            )
         if self.members.is_alive(record.node_id):
             return None  # in already; if two were let in with one name, both stay and the conflict is reported
         namesake = self.members.holder_of_name(record.name, but=record.node_id)
@@ -180,74 +243,104 @@ class Community:
         """We are in. Raises ValueError if the sender speaks for somebody else."""
         if message.member.node_id != sender:
             raise ValueError("Welcome in the name of somebody else")
-        effects: list[Effect] = []
-        for record in (message.member, *message.members):
+        effects = self._carry_out(self.members.learn(message.member, message.incarnation, now))
+        for record in message.members:
             effects += self._carry_out(self.members.learn(record, 0, now))
-        join, self._join = self._join, None
-        if join is not None and not join.answered:
-            effects.append(FinishJoin(len(self.members)))
+        effects += self._joining.answered(len(self.members))
+        before = self.members.incarnation
+        effects += self._hear(message.rumours, now)
         peer = self.members.introduced(sender)
-        if peer is not None and peer.state is not PeerState.LEFT:
-            effects.append(self._contact(peer))
-        return effects
+        if peer is None:
+            return effects
+        if self.members.incarnation != before:
+            effects.append(self.introduction(peer))  # it does not take our word for it before it has our new number
+        if peer.is_gone:
+            return effects + self.probes.ping(peer)  # it lives: it should contradict what we believe of it
+        return [*effects, self._contact(peer, now)]
 
     def refused(self, sender: NodeId, message: Refused) -> list[Effect]:
         peer = self.members.get(sender)
         name = peer.record.name if peer is not None else ""
-        effects: list[Effect] = [ReportPeer(sender, name, "refused", f"{message.reason.name}: {message.detail}")]
-        join, self._join = self._join, None
-        if join is not None and not join.answered:
-            miss = Miss(MissReason.UNREACHABLE, message.detail or message.reason.name.lower())
-            effects.append(FinishJoin(miss, message.reason))
-        return effects
+        report = ReportPeer(sender, name, "refused", f"{message.reason.name}: {message.detail}")
+        return [report, *self._joining.refused(message)]
 
     def bye(self, sender: NodeId, message: Bye, now: float) -> list[Effect]:
-        return self._carry_out(self.members.leave(sender, message.epoch, now))
+        return self._hear([Rumour(sender, message.epoch, 0, Status.LEFT)], now)
+
+    # ---------------------------------------------------------------------------------------------------------- probes
+
+    def ping(self, sender: NodeId, message: Ping, now: float) -> list[Effect]:
+        return self._hear(message.rumours, now) + self.probes.on_ping(sender, message)
+
+    def ping_request(self, sender: NodeId, message: PingRequest, now: float) -> list[Effect]:
+        return self._hear(message.rumours, now) + self.probes.on_ping_request(sender, message, now)
+
+    def pong(self, sender: NodeId, message: Pong, now: float) -> list[Effect]:
+        lives = Rumour(message.node_id, message.epoch, message.incarnation, Status.ALIVE)
+        self.members.introduced(sender)
+        return self._hear([lives, *message.rumours], now) + self.probes.on_pong(sender, message)
+
+    def no_pong(self, sender: NodeId, message: NoPong, now: float) -> list[Effect]:
+        self.probes.on_no_pong(message)
+        return []
+
+    def _hear(self, rumours: Iterable[Rumour], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for rumour in rumours:
+            effects += self._carry_out(self.members.hear(rumour, now))
+        return effects
+
+    # ---------------------------------------------------------------------------------------------------------- rounds
 
     def _round(self, now: float) -> list[Effect]:
         self._round_at = now + self._config.gossip_interval_s * (0.9 + 0.2 * self._rng.random())
-        self.exchange.beat()
         self.replicas.collect(now, self._config.tombstone_s)
         effects = self._carry_out(self.members.tick(now))
-        alive = self.members.alive()
-        if alive:
-            effects.append(self._contact(self._rng.choice(alive)))
-        else:  # cut off, or just woken from a long pause: no reason to be patient
-            self._recontact_at = min(self._recontact_at, now + self._jittered(LONELY_RECONTACT_S))
-        if self._recontact_at <= now:
-            self._recontact_at = now + self._jittered(self._config.recontact_s)
-            effects += self._recontact()
-        return effects
+        reachable = self.members.reachable()
+        if reachable:
+            effects.append(self._contact(self._rng.choice(reachable), now))
+        effects += self._recontact(now)
+        return effects + self._save_addresses(now)
 
-    def _recontact(self) -> list[Effect]:
-        """Partitions merge because somebody asks a seed or an expired peer every now and then."""
-        reached = {peer.record.control for peer in self.members.alive()}
-        lost = [(seed, None) for seed in sorted(set(self._seeds)) if seed not in reached]
-        candidates: list[tuple[str, Peer | None]] = [*lost, *((p.record.control, p) for p in self.members.expired())]
-        if not candidates:
+    def _recontact(self, now: float) -> list[Effect]:
+        """Partitions merge because somebody asks a seed or a dead peer every now and then: each about once in
+        `recontact_s`, one at a time. Cut off from everybody, there is no reason to be patient."""
+        reached = {peer.record.control for peer in self.members.reachable()}
+        dead = {peer.record.control: peer.node_id for peer in self.members.dead()}
+        seeds = [address for address in (*self._joining.seeds, *self._addresses) if address != self.me.control]
+        lost = sorted({*seeds, *dead} - reached)
+        if not lost:
             return []
-        address, peer = self._rng.choice(candidates)
-        return [SendMessage(None, address, self._hello())] if peer is None else [self._to(peer, self._hello())]
+        mean_s = max(RECONTACT_S_MIN, self._config.recontact_s / len(lost)) if reached else RECONTACT_S_MIN
+        self._recontact_at = min(self._recontact_at, now + 1.5 * mean_s)
+        if self._recontact_at > now:
+            return []
+        self._recontact_at = now + self._jittered(mean_s)
+        address = self._rng.choice(lost)
+        return [SendMessage(dead.get(address), address, self._hello())]
 
-    def _contact(self, peer: Peer) -> Effect:
+    def _save_addresses(self, now: float) -> list[Effect]:
+        if now < self._save_at:
+            return []
+        self._save_at = now + ADDRESSES_SAVED_S
+        peers = self.members.alive()
+        addresses = tuple(sorted(peer.record.control for peer in peers[:ADDRESSES_SAVED_MAX]))
+        return [self._save(addresses)] if addresses and addresses != self._saved[1] else []
+
+    def _save(self, addresses: tuple[str, ...]) -> SaveState:
+        self._saved = (self.members.incarnation, addresses)
+        return SaveState(self.me.epoch, self.members.incarnation, addresses)
+
+    def _contact(self, peer: Peer, now: float) -> Effect:
         """A round of gossip, or first an introduction if it may not know our address."""
-        return self.exchange.begin(peer) if peer.introduced else self.introduction(peer)
+        return self.exchange.begin(peer, now) if peer.introduced else self.introduction(peer)
 
     def introduction(self, peer: Peer) -> SendMessage:
         """To be sent before a question to a peer that may not know us: it could not answer."""
         return self._to(peer, self._hello())
 
     def _hello(self) -> Hello:
-        return Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, self._config.cluster_id, self._me)
-
-    def _ask_seeds(self, seeds: tuple[str, ...]) -> list[Effect]:
-        return [SendMessage(None, seed, self._hello()) for seed in seeds]
-
-    def _join_missed(self, detail: str) -> list[Effect]:
-        if self._join is None or self._join.answered:
-            return []
-        self._join.answered = True
-        return [FinishJoin(Miss(MissReason.UNREACHABLE, detail))]
+        return Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, self._config.cluster_id, self.me, self.members.incarnation)
 
     def _carry_out(self, changes: list[PeerChange]) -> list[Effect]:
         effects: list[Effect] = []
@@ -257,8 +350,10 @@ class Community:
             if kind in ("left", "forgotten") or outdated:
                 self.directory.remove_holder(peer.node_id)
                 self.replicas.forget(peer.node_id)
-            if kind in ("left", "expired") or outdated:
+            if kind in ("left", "dead") or outdated:
                 self.gone.append(peer.node_id)
+            if kind == "joined":
+                self.probes.joined(peer.node_id)
             if kind == "forgotten":
                 self.forgotten.append(peer.node_id)
             else:

@@ -27,18 +27,22 @@ class NodeConfig:
     """16 bytes; nodes of different clusters refuse each other."""
 
     gossip_interval_s: float = 0.2
-    """Seconds between gossip rounds (and heartbeats). Larger: less traffic, later news."""
+    """Seconds between gossip rounds. Larger: less traffic, later news."""
 
-    peer_timeout_s: float = 6.0
-    """Seconds without a new heartbeat until a peer counts as expired. Larger: dead peers linger; smaller: peers whose
-    heartbeats are late (busy machine, lost frames) are taken for dead."""
+    probe_interval_s: float = 1.0
+    """Seconds between probes, each of one peer. Larger: less traffic, but the dead are found later (also because
+    suspects get 4 to 24 intervals to clear themselves)."""
+
+    probe_timeout_s: float = 0.5
+    """Seconds until others are asked to probe a peer that did not answer. Larger: slow peers are suspected less; what
+    is left of the interval must suffice for the others' answers."""
 
     forget_after_s: float = 600.0
-    """Seconds that an expired or departed peer is remembered. Larger: a longer memory for who must not be
+    """Seconds that a dead or departed peer is remembered. Larger: a longer memory for who must not be
     resurrected."""
 
     recontact_s: float = 30.0
-    """Mean seconds between attempts to reach a seed or an expired peer. Larger: partitions merge later."""
+    """Mean seconds between attempts to reach each lost seed and each dead peer. Larger: partitions merge later."""
 
     join_retry_s: float = 0.25
     """Seconds until an unanswered Hello is first repeated (then twice as long each time, up to 5 s)."""
@@ -116,8 +120,13 @@ class NodeConfig:
 
     def _bad_relations(self) -> list[str]:
         checks = (
-            ("peer_timeout_s", ">=", 5 * self.gossip_interval_s, "5 gossip intervals, or live peers would expire"),
-            ("forget_after_s", ">=", self.peer_timeout_s, "peer_timeout_s, or old news would resurrect peers"),
+            ("probe_interval_s", ">=", 2 * self.probe_timeout_s, "twice probe_timeout_s, or helpers could not answer"),
+            (
+                "forget_after_s",
+                ">=",
+                10 * self.probe_interval_s,
+                "10 probe intervals, or old news would resurrect peers",
+            ),
             ("tombstone_s", ">=", 5 * self.gossip_interval_s, "5 gossip intervals, or deletions would not arrive"),
             ("upload_lease_s", ">=", self.pull_stall_timeout_s, "pull_stall_timeout_s"),
             ("penalty_max_s", ">=", self.penalty_first_s, "penalty_first_s"),

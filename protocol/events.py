@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
-from kvcomm_p2p.protocol.messages import Message, RefusedReason, SharedBlock
+from kvcomm_p2p.protocol.messages import MemberRecord, Message, RefusedReason, SharedBlock
 
 
 class Plane(enum.Enum):
@@ -76,6 +76,13 @@ class PeerUnreachable:
     """The transport knows that this peer cannot be reached (refused or closed connection, no route)."""
 
     peer: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityRenewed:
+    """Answer to RenewIdentity: this node's record with the higher epoch, signed if records are signed."""
+
+    member: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +193,7 @@ Event = Union[
     MessageReceived,
     ChunkReceived,
     PeerUnreachable,
+    IdentityRenewed,
     AnchorsPublished,
     AnchorsForgotten,
     AnchorsUsed,
@@ -342,8 +350,28 @@ class FinishJoin:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveState:
+    """Keep this for the next start, which must begin with a higher epoch. Losing it costs time, never correctness.
+
+    `addresses`: control addresses of peers, at most 64, to find the cluster again.
+    """
+
+    epoch: int
+    incarnation: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RenewIdentity:
+    """Others have seen this node in a later life than this: answer with IdentityRenewed, of this epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportPeer:
-    """For logs and status: `change` is one of joined, left, expired, returned, refused, violation, name_conflict."""
+    """For logs and status: `change` is one of joined, suspect, dead, left, returned, refused, violation,
+    name_conflict."""
 
     peer: NodeId
     name: str
@@ -381,6 +409,8 @@ Effect = Union[
     FinishFetch,
     FinishTokens,
     FinishJoin,
+    SaveState,
+    RenewIdentity,
     ReportPeer,
     SignHead,
     VerifyHead,

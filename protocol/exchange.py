@@ -9,14 +9,14 @@ from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.events import Effect, SendMessage
 from kvcomm_p2p.protocol.gossip import Known, Replicas
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange, PeerState
+from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange
 from kvcomm_p2p.protocol.messages import (
-    COUNTER_MAX,
     Ack,
     DigestEntry,
-    MemberRecord,
     Message,
     OriginDelta,
+    Rumour,
+    Status,
     Syn,
     SynAck,
 )
@@ -31,35 +31,28 @@ class Exchange:
     def __init__(
         self,
         config: NodeConfig,
-        me: MemberRecord,
         members: Membership,
         replicas: Replicas,
         directory: Directory,
         carry_out: Callable[[list[PeerChange]], list[Effect]],
     ) -> None:
         self._config = config
-        self._me = me
         self._members = members
         self._replicas = replicas
         self._directory = directory
         self._carry_out = carry_out
-        self._heartbeat = 1
         self.unknown_senders = 0
 
-    def beat(self) -> None:
-        """Once per gossip round: count our own heartbeat up."""
-        self._heartbeat += 1
-
-    def begin(self, peer: Peer) -> SendMessage:
+    def begin(self, peer: Peer, now: float) -> SendMessage:
         """The first leg."""
-        return _to(peer, Syn(self._replicas.digest(self._known())))
+        return _to(peer, Syn(self._replicas.digest(self._known(now))))
 
     def syn(self, sender: NodeId, message: Syn, now: float) -> list[Effect]:
         effects = self._read_digest(sender, message.digest, now)
         peer = self._reachable(sender)
         if peer is None:
             return effects
-        known = self._known()
+        known = self._known(now)
         deltas = self._deltas(known, message.digest)
         return [*effects, _to(peer, SynAck(self._replicas.digest(known), deltas))]
 
@@ -69,33 +62,34 @@ class Exchange:
         peer = self._reachable(sender)
         if peer is None:
             return effects
-        deltas = self._deltas(self._known(), message.digest)
+        deltas = self._deltas(self._known(now), message.digest)
         return [*effects, _to(peer, Ack(deltas))] if deltas else effects
 
     def ack(self, message: Ack, now: float) -> list[Effect]:
         return self._apply(message.deltas, now)
 
-    def _known(self) -> list[Known]:
-        """Everybody we know of, this node among them, ascending by id."""
-        known = [Known(self._me, self._heartbeat, True)]
-        known += [Known(peer.record, peer.incarnation, peer.state is not PeerState.LEFT) for peer in self._members]
+    def _known(self, now: float) -> list[Known]:
+        """Everybody we tell of, this node among them, ascending by id."""
+        members = self._members
+        known = [Known(members.me, members.incarnation, True)]
+        known += [
+            Known(peer.record, peer.incarnation, peer.state is not Status.LEFT, peer.state)
+            for peer in members.told(now)
+        ]
         known.sort(key=lambda item: item.member.node_id)
         return known
 
     def _deltas(self, known: list[Known], digest: tuple[DigestEntry, ...]) -> tuple[OriginDelta, ...]:
-        me, members = self._me.node_id, self._members
-        living = [item for item in known if item.member.node_id == me or members.is_alive(item.member.node_id)]
+        living = [item for item in known if item.status in (Status.ALIVE, Status.SUSPECT)]
         return self._replicas.deltas(living, digest, self._config.delta_bytes_max)
 
     def _read_digest(self, sender: NodeId, digest: tuple[DigestEntry, ...], now: float) -> list[Effect]:
         changes: list[PeerChange] = []
         for entry in digest:
-            if entry.node_id == self._me.node_id:
+            if entry.node_id == self._members.me.node_id:
                 self._members.introduced(sender)
-                if self._heartbeat < entry.incarnation < COUNTER_MAX // 2 and entry.epoch == self._me.epoch:
-                    self._heartbeat = entry.incarnation + 1  # somebody claims to have heard more of us: stay above it
-                continue
-            changes += self._members.hear(entry.node_id, entry.epoch, entry.incarnation, now)
+            rumour = Rumour(entry.node_id, entry.epoch, entry.incarnation, entry.status)
+            changes += self._members.hear(rumour, now)
             self._replicas.learn_floor(entry)
         return self._carry_out(changes)
 
@@ -105,7 +99,7 @@ class Exchange:
             effects += self._carry_out(self._members.learn(delta.member, delta.incarnation, now))
             origin = delta.member.node_id
             peer = self._members.get(origin)
-            if peer is None or peer.state is PeerState.LEFT or peer.record.epoch != delta.member.epoch:
+            if peer is None or peer.state is Status.LEFT or peer.record.epoch != delta.member.epoch:
                 continue
             change = self._replicas.apply(delta)
             if change is None:
@@ -119,11 +113,11 @@ class Exchange:
         return effects
 
     def _reachable(self, sender: NodeId) -> Peer | None:
-        """The peer to answer, if it is alive; an expired one whose heartbeat is no news stays unanswered."""
+        """The peer to answer, if it is there; one that is dead or left here hears so when it pings."""
         peer = self._members.get(sender)
         if peer is None:
             self.unknown_senders += 1
-        return peer if peer is not None and peer.state is PeerState.ALIVE else None
+        return peer if peer is not None and not peer.is_gone else None
 
 
 def _to(peer: Peer, message: Message) -> SendMessage:

@@ -21,6 +21,7 @@ from kvcomm_p2p.protocol.messages import (
     MemberRecord,
     OriginDelta,
     Put,
+    Status,
 )
 
 MUTED_ROUNDS = 50
@@ -46,6 +47,7 @@ class Known(NamedTuple):
     member: MemberRecord
     incarnation: int
     wanted: bool
+    status: Status = Status.ALIVE
 
 
 class LogChange(NamedTuple):
@@ -166,6 +168,14 @@ class Replicas:
         log = self._logs.get(origin)
         return 0 if log is None else log.puts
 
+    def renew(self, epoch: int) -> None:
+        """Our own log starts anew in a higher epoch, with everything that we still hold."""
+        log = OwnLog(epoch)
+        for entry in self.own.after(0):
+            if isinstance(entry, Put):
+                log.put(entry.meta())
+        self.own = self._logs[self.me] = log
+
     def forget(self, origin: NodeId) -> None:
         self._muted.pop(origin, None)
         log = self._logs.pop(origin, None)
@@ -187,10 +197,10 @@ class Replicas:
         origin, epoch = known.member.node_id, known.member.epoch
         log = self._logs.get(origin)
         if not known.wanted or origin in self._muted:
-            return DigestEntry(origin, epoch, known.incarnation, COUNTER_MAX, COUNTER_MAX)
+            return DigestEntry(origin, epoch, known.incarnation, COUNTER_MAX, COUNTER_MAX, known.status)
         if log is None or log.epoch != epoch:
-            return DigestEntry(origin, epoch, known.incarnation, 0, 0)
-        return DigestEntry(origin, epoch, known.incarnation, log.max_seq, log.gc_floor)
+            return DigestEntry(origin, epoch, known.incarnation, 0, 0, known.status)
+        return DigestEntry(origin, epoch, known.incarnation, log.max_seq, log.gc_floor, known.status)
 
     def deltas(
         self, members: Iterable[Known], digest: Iterable[DigestEntry], bytes_max: int
@@ -201,7 +211,7 @@ class Replicas:
         """
         known = {entry.node_id: entry for entry in digest}
         stale: list[tuple[bool, int, NodeId, MemberRecord, int, _Start]] = []
-        for member, incarnation, _ in members:
+        for member, incarnation, *_ in members:
             theirs = known.get(member.node_id)
             start = self._start_for(member, theirs)
             if start is not None:

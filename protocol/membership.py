@@ -1,38 +1,44 @@
-"""Who is there, judged by the age of incarnations.
+"""Who is there: what is believed of each peer, and how evidence changes it (SWIM's lattice, see `standing`).
 
-Every node counts its own incarnation up once per gossip round, and digests carry the highest count that anybody has seen.
-Only a count higher than the known one is evidence of life: late, repeated and second-hand news cannot bring a dead peer
-back. States: alive -> expired (silent for `peer_timeout_s`, or unreachable) -> alive again on a higher incarnation; alive
-or expired -> left on Bye, which only a higher epoch undoes; expired and left peers are forgotten after
-`forget_after_s`.
+States: alive -> suspect (a probe failed, a connection was refused, or somebody says so) -> dead, unless it contradicts
+with a higher incarnation in time; any -> left on Bye, which only a higher epoch undoes. The dead and those who left are
+told of for GONE_TOLD_S, forgotten after `forget_after_s`, and then only their numbers are remembered, so that stale
+news cannot bring them back.
 """
 
 from __future__ import annotations
 
-import enum
+import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import msgpack
+
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.protocol.messages import MemberRecord, Rumour, Status
+from kvcomm_p2p.protocol.rumours import Rumours
+from kvcomm_p2p.protocol.standing import Standing, is_leap, merge
+from kvcomm_p2p.protocol.suspicion import Suspicion, shortest_s
 
+GONE_TOLD_S = 60.0
+"""Seconds for which digests name a peer that died or left."""
 
-class PeerState(enum.Enum):
-    ALIVE = "alive"
-    EXPIRED = "expired"
-    LEFT = "left"
+GONE_REMEMBERED_MAX = 4096
+"""Standings of forgotten (or never met) nodes that are gone; the oldest are dropped first."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """One peer as known here. `since`: when it got into its state; `introduced`: it is known to know us."""
+    """One peer as known here. `since`: when it got into its state; `heard_at`: when it last told us anything itself;
+    `introduced`: it is known to know us."""
 
     record: MemberRecord
     incarnation: int
     heard_at: float
-    state: PeerState
+    state: Status
     since: float
     introduced: bool = False
     conflict_reported: bool = False
@@ -42,9 +48,17 @@ class Peer:
     def node_id(self) -> NodeId:
         return self.record.node_id
 
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.record.epoch, self.incarnation, self.state)
+
+    @property
+    def is_gone(self) -> bool:
+        return self.standing.is_gone
+
 
 class PeerChange(NamedTuple):
-    """`kind` as in `events.ReportPeer.change`."""
+    """`kind` as in `events.ReportPeer.change`, or "forgotten", which is not for reports."""
 
     peer: Peer
     kind: str
@@ -52,28 +66,43 @@ class PeerChange(NamedTuple):
 
 
 class Membership:
-    """All peers known here (not this node itself); at most `peers_max`."""
+    """All peers known here (not this node itself); at most `peers_max`.
 
-    def __init__(self, config: NodeConfig, me: MemberRecord) -> None:
-        self._config = config
-        self._me = me
-        self._peers: dict[NodeId, Peer] = {}
-        self._alive: tuple[Peer, ...] | None = ()
+    `incarnation` and `refutations` are this node's own; `epoch_wanted` is above our epoch once somebody has seen us in
+    a later life than this one (our state was rolled back), or believes that we left.
+    """
+
+    def __init__(self, config: NodeConfig, me: MemberRecord, incarnation: int = 0) -> None:
+        self.me = me
+        self.incarnation = incarnation
+        self.refutations = 0
+        self.epoch_wanted = me.epoch
+        self.rumours = Rumours()
+        self.doubted: list[Peer] = []
         self.turned_away = 0
+        self._config = config
+        self._peers: dict[NodeId, Peer] = {}
+        self._suspicions: dict[NodeId, Suspicion] = {}
+        self._gone: dict[NodeId, Peer] = {}
+        self._remembered: OrderedDict[NodeId, Standing] = OrderedDict()
+        self._alive: tuple[Peer, ...] | None = ()
+        self._reachable: tuple[Peer, ...] | None = ()
+        self._view = 0
+
+    # ------------------------------------------------------------------------------------------------------- questions
 
     def get(self, node_id: NodeId) -> Peer | None:
         return self._peers.get(node_id)
 
     def is_alive(self, node_id: NodeId) -> bool:
+        """Whether it may be asked for something: not suspect, not gone."""
         peer = self._peers.get(node_id)
-        return peer is not None and peer.state is PeerState.ALIVE
+        return peer is not None and peer.state is Status.ALIVE
 
-    def introduced(self, node_id: NodeId) -> Peer | None:
-        """It has shown that it knows us."""
+    def is_reachable(self, node_id: NodeId) -> bool:
+        """Whether it belongs to the cluster still: alive or suspect."""
         peer = self._peers.get(node_id)
-        if peer is not None:
-            peer.introduced = True
-        return peer
+        return peer is not None and not peer.is_gone
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -84,20 +113,53 @@ class Membership:
     def alive(self) -> tuple[Peer, ...]:
         """Peers that are alive, ascending by node id."""
         if self._alive is None:
-            self._alive = self._in_state(PeerState.ALIVE)
+            self._alive = tuple(peer for peer in self.reachable() if peer.state is Status.ALIVE)
         return self._alive
 
-    def expired(self) -> tuple[Peer, ...]:
-        """Peers that are silent, ascending by node id."""
-        return self._in_state(PeerState.EXPIRED)
+    def reachable(self) -> tuple[Peer, ...]:
+        """Peers that are alive or suspect, ascending by node id."""
+        if self._reachable is None:
+            there = (peer for peer in self._peers.values() if not peer.is_gone)
+            self._reachable = tuple(sorted(there, key=_by_id))
+        return self._reachable
 
-    def _in_state(self, state: PeerState) -> tuple[Peer, ...]:
-        return tuple(sorted((p for p in self._peers.values() if p.state is state), key=lambda peer: peer.node_id))
+    def dead(self) -> tuple[Peer, ...]:
+        """Peers that died and are not forgotten yet, ascending by node id."""
+        return tuple(sorted((peer for peer in self._gone.values() if peer.state is Status.DEAD), key=_by_id))
+
+    def told(self, now: float) -> list[Peer]:
+        """Whom digests name: who is there, and who went less than GONE_TOLD_S ago. Ascending by node id."""
+        going = [peer for peer in self._gone.values() if now - peer.since < GONE_TOLD_S]
+        return sorted([*self.reachable(), *going], key=_by_id) if going else list(self.reachable())
+
+    def view_hash(self) -> bytes:
+        """8 bytes that are equal for nodes which believe the same of all who are there, themselves included.
+
+        Over (node_id, epoch, incarnation, status) of everybody alive or suspect. The gone are no part of it: each node
+        forgets them at its own time, and who still takes one for alive differs anyway.
+        """
+        own = _token(self.me.node_id, Standing(self.me.epoch, self.incarnation, Status.ALIVE))
+        return (self._view ^ own).to_bytes(8, "little")
+
+    def standing(self, node_id: NodeId) -> Standing | None:
+        """What is known of a node, also of one that is forgotten. None: nothing."""
+        peer = self._peers.get(node_id)
+        remembered = self._remembered.get(node_id)
+        if peer is None or remembered is None:
+            return remembered if peer is None else peer.standing
+        return merge(peer.standing, remembered)
+
+    def doubt(self, node_id: NodeId) -> Rumour | None:
+        """What a node should be told about itself: that it is suspected, dead or gone here. None: nothing is amiss."""
+        standing = self.standing(node_id)
+        if standing is None or standing.status is Status.ALIVE:
+            return None
+        return Rumour(node_id, *standing)
 
     def holder_of_name(self, name: str, but: NodeId) -> NodeId | None:
         """The live node, this one included, that is called `name` and is not `but`."""
-        if self._me.name == name and self._me.node_id != but:
-            return self._me.node_id
+        if self.me.name == name and self.me.node_id != but:
+            return self.me.node_id
         for peer in self.alive():
             if peer.record.name == name and peer.node_id != but:
                 return peer.node_id
@@ -105,101 +167,241 @@ class Membership:
 
     def is_full_for(self, node_id: NodeId) -> bool:
         """Whether there is no room for this unknown node even after forgetting somebody who is gone."""
-        if node_id in self._peers or len(self._peers) < self._config.peers_max:
-            return False
-        return all(peer.state is PeerState.ALIVE for peer in self._peers.values())
+        return node_id not in self._peers and len(self._peers) >= self._config.peers_max and not self._gone
+
+    def displaced_by(self, record: MemberRecord) -> Peer | None:
+        """The peer whose control address `record` has: one address is bound by one process, so that peer is gone."""
+        for peer in self.reachable():
+            if peer.record.control == record.control and peer.node_id != record.node_id:
+                return peer
+        return None
+
+    def next_deadline(self) -> float:
+        """When a suspect is due, infinity if none is."""
+        return min((suspicion.ends_at for suspicion in self._suspicions.values()), default=float("inf"))
+
+    # -------------------------------------------------------------------------------------------------------- evidence
+
+    def heard(self, node_id: NodeId, now: float) -> None:
+        """It told us something itself, whatever: it cannot be declared dead for silence yet."""
+        peer = self._peers.get(node_id)
+        if peer is not None:
+            peer.heard_at = now
+
+    def introduced(self, node_id: NodeId) -> Peer | None:
+        """It has shown that it knows us."""
+        peer = self._peers.get(node_id)
+        if peer is not None:
+            peer.introduced = True
+        return peer
 
     def learn(self, record: MemberRecord, incarnation: int, now: float) -> list[PeerChange]:
-        """A member record arrived, from itself or second-hand. Changes nothing for an older or equal epoch.
+        """A member record arrived, from itself or second-hand, with an incarnation in which it lived.
 
-        May forget the peer that is gone for longest to make room (kind "forgotten", not for reports).
+        A record of the known epoch says no more than its incarnation; an older one says nothing. May forget the peer
+        that is gone for longest to make room.
         """
-        peer = self._peers.get(record.node_id)
-        if record.node_id == self._me.node_id:
+        node_id = record.node_id
+        claim = Standing(record.epoch, incarnation, Status.ALIVE)
+        if node_id == self.me.node_id:
+            self._claimed_of_us(claim)
             return []
+        peer = self._peers.get(node_id)
         if peer is not None and record.epoch <= peer.record.epoch:
-            return self.hear(record.node_id, record.epoch, incarnation, now)
+            return self.hear(Rumour(node_id, *claim), now)
+        remembered = self._remembered.get(node_id)
+        if remembered is not None and merge(remembered, claim) != claim:
+            self.rumours.add(Rumour(node_id, *remembered))
+            return []
+        return self._install(peer, record, incarnation, now)
+
+    def hear(self, rumour: Rumour, now: float) -> list[PeerChange]:
+        """Somebody claims something about a node (this one included): by rumour, digest, Pong, or its own Bye.
+
+        Second-hand death of a peer that we hear ourselves is taken for a suspicion only.
+        """
+        claim = Standing(rumour.epoch, rumour.incarnation, rumour.status)
+        if rumour.node_id == self.me.node_id:
+            self._claimed_of_us(claim)
+            return []
+        peer = self._peers.get(rumour.node_id)
+        if peer is None or claim.epoch > peer.record.epoch:
+            return self._claimed_of_unknown(peer, rumour.node_id, claim, now)
+        known = peer.standing
+        if is_leap(known, claim):
+            return []
+        if claim.status is Status.DEAD and not peer.is_gone and self._is_heard(peer, now):
+            claim = claim._replace(status=Status.SUSPECT)
+        merged = merge(known, claim)
+        if merged != known:
+            return self._enter(peer, merged, now, rumour.accuser)
+        if claim.status is Status.SUSPECT and claim == known:
+            self._confirmed(peer, rumour.accuser)
+        elif peer.is_gone and claim.status in (Status.ALIVE, Status.SUSPECT):
+            self.rumours.add(Rumour(peer.node_id, *known))  # somebody lags behind
+        return []
+
+    def accuse(self, node_id: NodeId, now: float, detail: str) -> list[PeerChange]:
+        """We found out ourselves that it does not answer: it is suspect."""
+        peer = self._peers.get(node_id)
+        if peer is None or peer.is_gone:
+            return []
+        if peer.state is Status.SUSPECT:
+            self._confirmed(peer, self.me.node_id)
+            return []
+        return self._enter(peer, peer.standing._replace(status=Status.SUSPECT), now, self.me.node_id, detail)
+
+    def bury(self, node_id: NodeId, now: float, detail: str) -> list[PeerChange]:
+        """There is proof that it is dead."""
+        peer = self._peers.get(node_id)
+        if peer is None or peer.is_gone:
+            return []
+        return self._enter(peer, peer.standing._replace(status=Status.DEAD), now, b"", detail)
+
+    def tick(self, now: float) -> list[PeerChange]:
+        """Suspects whose term is over are dead, but those that spoke meanwhile (then `doubted`, to be asked again);
+        who is gone for long is forgotten."""
+        changes: list[PeerChange] = []
+        due = [node_id for node_id, suspicion in self._suspicions.items() if suspicion.ends_at <= now]
+        for node_id in due:
+            peer, suspicion = self._peers[node_id], self._suspicions[node_id]
+            if peer.heard_at > suspicion.began_at:
+                self._suspicions[node_id] = self._suspicion(now, None)
+                self.doubted.append(peer)
+            else:
+                changes += self.bury(node_id, now, f"silent for {now - peer.heard_at:.1f} s")
+        while self._gone:
+            peer = next(iter(self._gone.values()))
+            if now - peer.since < self._config.forget_after_s:
+                break
+            changes.append(self._forget(peer))
+        return changes
+
+    def stalled(self, seconds: float) -> None:
+        """We were not there for so long: suspects get that time on top."""
+        for suspicion in self._suspicions.values():
+            suspicion.extend(seconds)
+
+    def renew(self, me: MemberRecord) -> None:
+        """This node goes on in a higher epoch."""
+        self.me = me
+        self.incarnation = 0
+        self.epoch_wanted = max(self.epoch_wanted, me.epoch)
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _claimed_of_us(self, claim: Standing) -> None:
+        mine = Standing(self.me.epoch, self.incarnation, Status.ALIVE)
+        if claim.epoch < mine.epoch or is_leap(mine, claim):
+            return
+        if claim.epoch > mine.epoch or claim.status is Status.LEFT:
+            self.epoch_wanted = max(self.epoch_wanted, claim.epoch + 1)
+            return
+        if claim.status is Status.ALIVE and claim.incarnation <= self.incarnation:
+            return
+        if claim.incarnation >= self.incarnation:
+            self.incarnation = claim.incarnation + 1
+            self.refutations += claim.status is not Status.ALIVE
+        self.rumours.add(Rumour(self.me.node_id, self.me.epoch, self.incarnation, Status.ALIVE))
+
+    def _claimed_of_unknown(self, peer: Peer | None, node_id: NodeId, claim: Standing, now: float) -> list[PeerChange]:
+        """About a node, or a life of it, whose record we do not have: its end is remembered, the rest will come with
+        its record."""
+        remembered = self._remembered.get(node_id)
+        known = remembered if peer is None else peer.standing
+        if known is not None and is_leap(known, claim):
+            return []
+        if claim.is_gone:
+            self._remember(node_id, claim)
+            return [] if peer is None else self.bury(node_id, now, "a later life of it is over")
+        if remembered is not None and merge(remembered, claim) != claim:
+            self.rumours.add(Rumour(node_id, *remembered))
+        return []
+
+    def _install(self, peer: Peer | None, record: MemberRecord, incarnation: int, now: float) -> list[PeerChange]:
         changes: list[PeerChange] = []
         if peer is None:
             if self.is_full_for(record.node_id):
                 self.turned_away += 1
                 return []
             if len(self._peers) >= self._config.peers_max:
-                changes.append(self._forget_one())
-            peer = Peer(record, incarnation, now, PeerState.ALIVE, now)
+                changes.append(self._forget(next(iter(self._gone.values()))))
+            peer = Peer(record, incarnation, now, Status.ALIVE, now)
             self._peers[record.node_id] = peer
             changes.append(PeerChange(peer, "joined"))
         else:
             was = peer.state
+            self._view ^= 0 if peer.is_gone else _token(peer.node_id, peer.standing)
             peer.record, peer.incarnation, peer.heard_at = record, incarnation, now
-            peer.introduced = False
-            self._enter(peer, PeerState.ALIVE, now)
-            changes.append(PeerChange(peer, "returned", f"restarted; was {was.value}"))
-        self._alive = None
+            peer.state, peer.since, peer.introduced = Status.ALIVE, now, False
+            self._gone.pop(peer.node_id, None)
+            self._suspicions.pop(peer.node_id, None)
+            changes.append(PeerChange(peer, "returned", f"restarted; was {was.word}"))
+        self._remembered.pop(record.node_id, None)
+        self._view ^= _token(peer.node_id, peer.standing)
+        self._alive = self._reachable = None
         return changes + self._name_conflicts(peer)
 
-    def hear(self, node_id: NodeId, epoch: int, incarnation: int, now: float) -> list[PeerChange]:
-        """A incarnation count arrived. Evidence of life only if it is higher than the known one of the same epoch."""
-        peer = self._peers.get(node_id)
-        if peer is None or epoch != peer.record.epoch or incarnation <= peer.incarnation:
+    def _enter(self, peer: Peer, standing: Standing, now: float, accuser: bytes, detail: str = "") -> list[PeerChange]:
+        """The one place where a known peer's standing changes within its epoch. Tells others of it."""
+        node_id, was = peer.node_id, peer.state
+        self._view ^= 0 if peer.is_gone else _token(node_id, peer.standing)
+        _, peer.incarnation, peer.state = standing
+        self._view ^= 0 if peer.is_gone else _token(node_id, standing)
+        self._suspicions.pop(node_id, None)
+        if peer.state is Status.SUSPECT:
+            self._suspicions[node_id] = self._suspicion(now, NodeId(accuser) if accuser else None)
+        self.rumours.add(Rumour(node_id, *standing, accuser if peer.state is Status.SUSPECT else b""))
+        if peer.state is was:
             return []
-        peer.incarnation, peer.heard_at = incarnation, now
-        if peer.state is not PeerState.EXPIRED:
-            return []
-        self._enter(peer, PeerState.ALIVE, now)
-        return [PeerChange(peer, "returned"), *self._name_conflicts(peer)]
+        peer.since = now
+        self._gone.pop(node_id, None)
+        if peer.is_gone:
+            self._gone[node_id] = peer
+        self._alive = self._reachable = None
+        if peer.state is not Status.ALIVE:
+            return [PeerChange(peer, peer.state.word, detail)]
+        return [PeerChange(peer, "returned", f"was {was.word}"), *self._name_conflicts(peer)]
 
-    def leave(self, node_id: NodeId, epoch: int, now: float) -> list[PeerChange]:
-        """It said Bye in this epoch."""
-        peer = self._peers.get(node_id)
-        if peer is None or epoch != peer.record.epoch or peer.state is PeerState.LEFT:
-            return []
-        self._enter(peer, PeerState.LEFT, now)
-        return [PeerChange(peer, "left")]
+    def _suspicion(self, now: float, accuser: NodeId | None) -> Suspicion:
+        return Suspicion(now, len(self.reachable()) + 1, self._config.probe_interval_s, accuser)
 
-    def expire(self, node_id: NodeId, now: float, detail: str) -> list[PeerChange]:
-        """There is proof that it cannot be reached."""
-        peer = self._peers.get(node_id)
-        if peer is None or peer.state is not PeerState.ALIVE:
-            return []
-        self._enter(peer, PeerState.EXPIRED, now)
-        return [PeerChange(peer, "expired", detail)]
+    def _confirmed(self, peer: Peer, accuser: bytes) -> None:
+        if accuser and self._suspicions[peer.node_id].confirm(NodeId(accuser)):
+            self.rumours.add(Rumour(peer.node_id, *peer.standing, accuser))
 
-    def tick(self, now: float) -> list[PeerChange]:
-        """Expire the silent and forget the gone (kind "forgotten", not for reports)."""
-        changes: list[PeerChange] = []
-        for peer in self.alive():
-            silent_s = now - peer.heard_at
-            if silent_s >= self._config.peer_timeout_s:
-                changes += self.expire(peer.node_id, now, f"silent for {silent_s:.1f} s")
-        for peer in [p for p in self._peers.values() if p.state is not PeerState.ALIVE]:
-            if now - peer.since >= self._config.forget_after_s:
-                del self._peers[peer.node_id]
-                changes.append(PeerChange(peer, "forgotten"))
-        return changes
+    def _is_heard(self, peer: Peer, now: float) -> bool:
+        suspicion = self._suspicions.get(peer.node_id)
+        if suspicion is not None:
+            return peer.heard_at > suspicion.began_at
+        return now - peer.heard_at < shortest_s(len(self.reachable()) + 1, self._config.probe_interval_s)
 
-    def displaced_by(self, record: MemberRecord) -> Peer | None:
-        """The live peer whose control address `record` has: one address is bound by one process, so that peer is
-        gone."""
-        for peer in self.alive():
-            if peer.record.control == record.control and peer.node_id != record.node_id:
-                return peer
-        return None
+    def _forget(self, peer: Peer) -> PeerChange:
+        del self._peers[peer.node_id]
+        del self._gone[peer.node_id]
+        self._remember(peer.node_id, peer.standing)
+        return PeerChange(peer, "forgotten")
 
-    def _enter(self, peer: Peer, state: PeerState, now: float) -> None:
-        peer.state, peer.since = state, now
-        self._alive = None
-
-    def _forget_one(self) -> PeerChange:
-        gone = [peer for peer in self._peers.values() if peer.state is not PeerState.ALIVE]
-        oldest = min(gone, key=lambda peer: (peer.since, peer.node_id))
-        del self._peers[oldest.node_id]
-        return PeerChange(oldest, "forgotten")
+    def _remember(self, node_id: NodeId, standing: Standing) -> None:
+        known = self._remembered.pop(node_id, standing)
+        self._remembered[node_id] = merge(known, standing)
+        if len(self._remembered) > GONE_REMEMBERED_MAX:
+            self._remembered.popitem(last=False)
 
     def _name_conflicts(self, peer: Peer) -> list[PeerChange]:
         other = self.holder_of_name(peer.record.name, but=peer.node_id)
         if other is None or peer.conflict_reported:
             return []
         peer.conflict_reported = True
-        whose = "this node" if other == self._me.node_id else f"node {other[:4].hex()}"
+        whose = "this node" if other == self.me.node_id else f"node {other[:4].hex()}"
         return [PeerChange(peer, "name_conflict", f"{whose} has the same name")]
+
+
+def _by_id(peer: Peer) -> NodeId:
+    return peer.node_id
+
+
+def _token(node_id: NodeId, standing: Standing) -> int:
+    """One member's part in the view hash."""
+    packed = msgpack.encode((node_id, *standing))
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

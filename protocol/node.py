@@ -24,6 +24,7 @@ from kvcomm_p2p.protocol.events import (
     FetchCancelled,
     FetchRequested,
     FinishFetch,
+    IdentityRenewed,
     JoinRequested,
     LeaveRequested,
     MessageReceived,
@@ -37,7 +38,7 @@ from kvcomm_p2p.protocol.events import (
 from kvcomm_p2p.protocol.flights import PullViolation
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.membership import Peer, PeerState
+from kvcomm_p2p.protocol.membership import Peer
 from kvcomm_p2p.protocol.messages import (
     Ack,
     Bye,
@@ -47,11 +48,16 @@ from kvcomm_p2p.protocol.messages import (
     GetTokens,
     Hello,
     MemberRecord,
+    NoPong,
     NoTokens,
+    Ping,
+    PingRequest,
+    Pong,
     Pull,
     PullFailed,
     Refused,
     SharedBlock,
+    Status,
     Syn,
     SynAck,
     Tokens,
@@ -74,11 +80,20 @@ class Node:
     that runs backwards is taken to stand still. Methods other than `handle` are pure reads.
     """
 
-    def __init__(self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float) -> None:
-        self.me = me
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        me: MemberRecord,
+        rng: random.Random,
+        now: float,
+        incarnation: int = 0,
+        addresses: tuple[str, ...] = (),
+    ) -> None:
+        """`incarnation`, `addresses`: as the last SaveState of this node had them, if it ran before."""
         self._now = now
         self._left = False
-        self._community = Community(config, me, rng, now)
+        self._community = Community(config, me, rng, now, incarnation, addresses)
         self._members = self._community.members
         self._pool = Pool(config.pool_bytes_max, config.pool_anchors_max)
         self._penalties = PenaltyBox(config.penalty_first_s, config.penalty_max_s)
@@ -103,6 +118,7 @@ class Node:
             MessageReceived: self._on_message,
             ChunkReceived: self._on_chunk,
             PeerUnreachable: lambda event, now: self._community.unreachable(event.peer, now),
+            IdentityRenewed: self._community.renewed,
             AnchorsPublished: self._on_published,
             AnchorsForgotten: lambda event, now: self._on_pool_change(self._pool.forget(event.anchor_ids), now),
             AnchorsUsed: self._on_used,
@@ -117,6 +133,10 @@ class Node:
             Welcome: self._community.welcome,
             Refused: lambda sender, message, now: self._community.refused(sender, message),
             Bye: self._community.bye,
+            Ping: self._community.ping,
+            PingRequest: self._community.ping_request,
+            Pong: self._community.pong,
+            NoPong: self._community.no_pong,
             Syn: self._community.exchange.syn,
             SynAck: self._community.exchange.syn_ack,
             Ack: lambda sender, message, now: self._community.exchange.ack(message, now),
@@ -131,6 +151,10 @@ class Node:
             SharedBlock: self._pulls.shared,
         }
 
+    @property
+    def me(self) -> MemberRecord:
+        return self._members.me
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in what happened at `now`; returns what to do, in this order.
 
@@ -138,7 +162,11 @@ class Node:
         break the contract in `events` (an anchor that contradicts itself, a fetch id in use).
         """
         self._now = now = max(now, self._now)
+        if not self._left:
+            self._community.woke(now)
         effects = self._on_event[type(event)](event, now)
+        if not self._left:
+            effects += self._community.settle(now)
         effects = effects + self._after_peers_went(now)
         self._counted.observe(event, effects, now)
         return effects
@@ -170,7 +198,7 @@ class Node:
         return PeerView(
             node_id=peer.node_id,
             name=record.name,
-            state=peer.state.value,
+            state=peer.state.word,
             model_id=record.model_id,
             control=record.control,
             bulk=record.bulk,
@@ -232,12 +260,14 @@ class Node:
         self._messages[name] = self._messages.get(name, 0) + 1
         if self._left or sender == self.me.node_id:
             return []
+        self._community.heard(sender, now)
         try:
             return self._on_message_type[type(message)](sender, message, now)
         except ValueError as violation:
             return self._violated(sender, violation)
 
     def _on_chunk(self, event: ChunkReceived, now: float) -> list[Effect]:
+        self._community.heard(event.sender, now)
         try:
             return self._pulls.chunk(event, now)
         except ValueError as violation:
@@ -298,7 +328,7 @@ class Node:
             return [finish(event, Miss(MissReason.SHUTDOWN))]
         peer = self._members.get(event.holder)
         if peer is None or not self._members.is_alive(event.holder):
-            return [finish(event, Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.value))]
+            return [finish(event, Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.word))]
         if self._penalties.left_s(event.holder, now) > 0:
             return [finish(event, Miss(MissReason.STALLED, "failed to deliver before"))]
         effects: list[Effect] = [] if peer.introduced else [self._community.introduction(peer)]
@@ -307,7 +337,7 @@ class Node:
 
     def _on_get_tokens(self, sender: NodeId, message: GetTokens, now: float) -> list[Effect]:
         peer = self._members.get(sender)
-        if peer is None or peer.state is PeerState.LEFT:
+        if peer is None or peer.state is Status.LEFT:
             self._community.exchange.unknown_senders += 1
             return []
         answer = self._uploads.tokens_for(sender, message)

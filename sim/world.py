@@ -19,18 +19,23 @@ from typing import Any
 from kvcomm_p2p.errors import InternalError
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import wire
-from kvcomm_p2p.protocol.anchors import BlockHandle, HeldAnchor, Miss
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, HeldAnchor, Miss
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.messages import Chunk, MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.sim.links import Links
+from kvcomm_p2p.sim.process import Promise, kept
 
 SEAL_BYTES = 16
 """What the driver adds to every frame."""
 
 CHUNK_BYTES = 1024 * 1024
 """Blocks travel in pieces of this size: small enough that an interface is shared fairly."""
+
+CONTENT_KEY = b"simulated content key".ljust(32, b".")
+"""Under which all agents of a world name their content."""
 
 REFUSED_S = 0.0002
 """After so long a connection to nobody is refused."""
@@ -68,7 +73,6 @@ class SimNode:
     contacts: dict[int, float] = field(default_factory=dict)
     fetches: dict[int, Callable[[ev.FinishFetch], None]] = field(default_factory=dict)
     tokens: dict[int, Callable[[ev.FinishTokens], None]] = field(default_factory=dict)
-    lookups: dict[int, Callable[[ev.FinishLookup], None]] = field(default_factory=dict)
     next_id: int = 1
 
     @property
@@ -111,6 +115,7 @@ class World:
             ev.FinishFetch: self._finish_fetch,
             ev.FinishTokens: lambda machine, effect: machine.tokens.pop(effect.request_id)(effect),
             ev.FinishJoin: lambda machine, effect: None,
+            ev.SaveState: lambda machine, effect: None,
             ev.ReportPeer: lambda machine, effect: self.reports.append((self.now, machine.number, effect)),
         }
 
@@ -179,7 +184,7 @@ class World:
         machine.generation += 1
         machine.waiting.clear()
         self.links.drop_flows(machine.number)
-        for waiting in (machine.fetches, machine.tokens, machine.lookups):
+        for waiting in (machine.fetches, machine.tokens):
             waiting.clear()
 
     # ------------------------------------------------------------------------------------------------------------ time
@@ -380,17 +385,15 @@ class World:
         return fetch_id
 
     def ask_tokens(
-        self,
-        machine: SimNode,
-        event: Callable[[int], ev.TokensRequested],
-        then: Callable[[ev.FinishTokens], None],
-    ) -> None:
-        """Ask a holder for token ids; `then` is called once."""
+        self, machine: SimNode, holder: NodeId, anchor: AnchorMeta, deadline_s: float
+    ) -> Promise[tuple[ev.AnchorTokens | Miss, float]]:
+        """Token ids of an anchor, and the seconds lost waiting for them."""
+        promise: Promise[tuple[ev.AnchorTokens | Miss, float]] = Promise()
         request_id, machine.next_id = machine.next_id, machine.next_id + 1
-        machine.tokens[request_id] = then
-        self.handle(machine, event(request_id))
+        machine.tokens[request_id] = lambda finish: promise.resolve((finish.result, finish.wait_lost_s))
+        self.handle(machine, ev.TokensRequested(request_id, holder, anchor, self.now + deadline_s))
+        return promise
 
-
-def is_missed(result: object) -> bool:
-    """Whether an answer is a miss."""
-    return isinstance(result, Miss)
+    def look_up(self, machine: SimNode, lookup: Lookup) -> Promise[LookupResult]:
+        """What the cluster has for a prompt, as far as this node can find out."""
+        return kept(machine.node.find(lookup))

@@ -351,7 +351,7 @@ class Interpreter:
         if effect.detail:
             fields["detail"] = effect.detail
         log.log(level, "peer %s (%s) %s%s", effect.name, short(effect.peer), effect.change, detail, extra=fields)
-        if effect.change in ("left", "expired"):
+        if effect.change in ("left", "dead"):
             self._hang_up(effect.peer)
 
     def _hang_up(self, peer: NodeId) -> None:

@@ -34,6 +34,7 @@ from kvcomm_p2p.protocol.messages.fields import (
     PULL_BLOCKS_MAX,
     REFERRALS_MAX,
     RETRY_AFTER_S_MAX,
+    RUMOURS_MAX,
     SHARED_BYTES_MAX,
     SIGNATURE_BYTES,
     SIMHASHES_BYTES,
@@ -46,9 +47,11 @@ from kvcomm_p2p.protocol.messages.members import (
     MemberRecord,
     Refused,
     RefusedReason,
+    Rumour,
     Status,
     Welcome,
 )
+from kvcomm_p2p.protocol.messages.probes import NoPong, Ping, PingRequest, Pong
 from kvcomm_p2p.protocol.messages.pulls import (
     CancelPull,
     Chunk,
@@ -79,6 +82,10 @@ Message = Union[
     Chunk,
     PullFailed,
     SharedBlock,
+    Ping,
+    PingRequest,
+    Pong,
+    NoPong,
 ]
 
 __all__ = [
@@ -103,6 +110,7 @@ __all__ = [
     "PULL_BLOCKS_MAX",
     "REFERRALS_MAX",
     "RETRY_AFTER_S_MAX",
+    "RUMOURS_MAX",
     "SHARED_BYTES_MAX",
     "SIGNATURE_BYTES",
     "SIMHASHES_BYTES",
@@ -119,8 +127,12 @@ __all__ = [
     "Hello",
     "MemberRecord",
     "Message",
+    "NoPong",
     "NoTokens",
     "OriginDelta",
+    "Ping",
+    "PingRequest",
+    "Pong",
     "Pull",
     "PullBlock",
     "PullFailed",
@@ -128,6 +140,7 @@ __all__ = [
     "Put",
     "Refused",
     "RefusedReason",
+    "Rumour",
     "SharedBlock",
     "Status",
     "Syn",

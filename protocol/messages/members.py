@@ -12,8 +12,10 @@ from kvcomm_p2p.protocol.messages.fields import (
     GROUPS_MAX,
     HOST_TAG_BYTES,
     MEMBERS_PER_MESSAGE_MAX,
+    NODE_ID_BYTES,
     PROTOCOL_VERSION,
     PUBLIC_KEY_BYTES,
+    RUMOURS_MAX,
     SIGNATURE_BYTES,
     AddressField,
     CounterField,
@@ -85,6 +87,27 @@ class Status(enum.IntEnum):
     LEFT = 3
     """It said goodbye in this epoch; only a higher epoch undoes that."""
 
+    @property
+    def word(self) -> str:
+        """As people read it: "alive", "suspect", "dead", "left"."""
+        return self.name.lower()
+
+
+class Rumour(Struct, frozen=True, array_like=True):
+    """What somebody believes of a node. `accuser`: who found a SUSPECT silent by its own probe, empty where unknown."""
+
+    node_id: NodeIdField
+    epoch: CounterField
+    incarnation: CounterField
+    status: Status
+    accuser: Annotated[bytes, Meta(max_length=NODE_ID_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        require(len(self.accuser) in (0, NODE_ID_BYTES), "accuser is not a node id")
+
+
+RumoursField = Annotated[tuple[Rumour, ...], Meta(max_length=RUMOURS_MAX)]
+
 
 class RefusedReason(enum.IntEnum):
     """Why a Hello was turned down. All but FULL are final: trying again later does not help by itself."""
@@ -102,16 +125,22 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     newest: VersionField
     cluster_id: Annotated[bytes, Meta(min_length=CLUSTER_ID_BYTES, max_length=CLUSTER_ID_BYTES)]
     member: MemberRecord
+    incarnation: CounterField = 0
 
     def __post_init__(self) -> None:
         require(self.oldest <= self.newest, "oldest version is above newest")
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=2):
-    """Answer to Hello: who I am, and others that are alive as far as I know (gossip brings the rest)."""
+    """Answer to Hello: who I am, and others that are alive as far as I know (gossip brings the rest).
+
+    `rumours`: what is believed here of the one who said Hello, if that is not that it lives.
+    """
 
     member: MemberRecord
     members: Annotated[tuple[MemberRecord, ...], Meta(max_length=MEMBERS_PER_MESSAGE_MAX)]
+    incarnation: CounterField = 0
+    rumours: RumoursField = ()
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=3):

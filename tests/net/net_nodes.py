@@ -13,18 +13,19 @@ import numpy as np
 
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.net.keys import ClusterKeys
+from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
 from kvcomm_p2p.net.transport import Addresses, Transport
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import FinishJoin
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, SequenceId
-from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.protocol.messages import Capability, MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.store import BlockStore
 
 KEYS = ClusterKeys.derive(b"k" * 32)
 MODEL = ModelId(b"m" * 16)
-CONFIG = NodeConfig(gossip_interval_s=0.05, peer_timeout_s=3.0, join_retry_s=0.05)
+CONFIG = NodeConfig(gossip_interval_s=0.05, join_retry_s=0.05)
 
 T = TypeVar("T")
 
@@ -35,8 +36,16 @@ class TestNode:
     __test__ = False
 
     def __init__(
-        self, name: str, transport: Transport, *, config: NodeConfig = CONFIG, keys: ClusterKeys = KEYS, seed: int = 0
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        config: NodeConfig = CONFIG,
+        keys: ClusterKeys = KEYS,
+        seed: int = 0,
+        shared: SharedMemory | None = None,
     ) -> None:
+        """`shared`: shares memory with others on this machine that do."""
         rng = random.Random(f"{name}{seed}")
 
         def make(addresses: Addresses, now: float) -> Node:
@@ -47,10 +56,12 @@ class TestNode:
                 model_id=MODEL,
                 control=addresses.control,
                 bulk=addresses.bulk,
+                host=host_tag(keys.content) if shared else b"",
+                capabilities=Capability.SHARED_MEMORY if shared else 0,
             )
             return Node(config, me=me, rng=rng, now=now)
 
-        self.store = BlockStore()
+        self.store = BlockStore(shared)
         self.driver = Driver(make, transport, self.store, keys)
 
     def __enter__(self) -> TestNode:
@@ -83,7 +94,11 @@ def block_bytes(kv_bytes: int, anchor: int, index: int) -> bytes:
 def make_anchor(store: BlockStore, number: int, *, blocks: int = 4, block_kv_bytes: int = 1 << 16) -> HeldAnchor:
     """An anchor of whole blocks whose bytes are in `store`. Equal numbers and sizes give equal anchors everywhere."""
     contents = [block_bytes(block_kv_bytes, number, index) for index in range(blocks)]
-    handles = tuple(store.put(content) for content in contents)
+    composed = store.compose([block_kv_bytes] * blocks)
+    for buffer, content in zip(composed.buffers, contents, strict=True):
+        buffer[:] = content
+    composed.finish()
+    handles = composed.put()
     return replace(describe(number, blocks, block_kv_bytes, contents), handles=handles)
 
 

@@ -53,7 +53,7 @@ def test_every_problem_is_named(nowhere: Path) -> None:
                 "KVCOMM_POOL_BYTES_MAX": "much",
                 "KVCOMM_POOL_BYTE_MAX": "1GiB",
                 "KVCOMM_STATE_DIR": "relative",
-                "KVCOMM_PEER_TIMEOUT_S": "0.1",
+                "KVCOMM_PROBE_INTERVAL_S": "0.1",
             }
         )
     message = str(caught.value)
@@ -64,7 +64,7 @@ def test_every_problem_is_named(nowhere: Path) -> None:
         "512MiB",
         "did you mean KVCOMM_POOL_BYTES_MAX",
         "state_dir",
-        "peer_timeout_s",
+        "probe_interval_s",
     ):
         assert part in message
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace as replace_fields
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import wire
@@ -199,6 +200,8 @@ class Network:
             assert self.references[me][effect.handle] >= 0, "dropped more often than owned"
         elif isinstance(effect, ev.RetainBlock):
             self.references[me][effect.handle] += 1
+        elif isinstance(effect, ev.RenewIdentity):
+            self._post(0.0, me, lambda: ev.IdentityRenewed(replace_fields(self.nodes[me].me, epoch=effect.epoch)))
         else:
             self.answers[me].append(effect)
 

@@ -78,11 +78,25 @@ block_size = st.integers(1, m.BLOCK_BYTES_MAX)
 detail = st.text(max_size=m.DETAIL_CHARS_MAX)
 pull_blocks = st.builds(m.PullBlock, id16, st.integers(0, m.BLOCKS_PER_ANCHOR_MAX - 1), block_size)
 
+rumours = st.lists(
+    st.builds(m.Rumour, id16, counter, counter, st.sampled_from(m.Status), st.just(b"") | id16), max_size=4
+).map(tuple)
+seq = st.integers(1, m.COUNTER_MAX)
+
 messages: st.SearchStrategy[m.Message] = st.one_of(
     st.builds(
-        lambda a, b, c, d: m.Hello(min(a, b), max(a, b), c, d), st.integers(1, 9), st.integers(1, 9), id16, members
+        lambda a, b, *rest: m.Hello(min(a, b), max(a, b), *rest),
+        st.integers(1, 9),
+        st.integers(1, 9),
+        id16,
+        members,
+        counter,
     ),
-    st.builds(m.Welcome, members, st.lists(members, max_size=3).map(tuple)),
+    st.builds(m.Welcome, members, st.lists(members, max_size=3).map(tuple), counter, rumours),
+    st.builds(m.Ping, seq, rumours),
+    st.builds(m.PingRequest, seq, id16, rumours),
+    st.builds(m.Pong, seq, id16, counter, counter, rumours),
+    st.builds(m.NoPong, seq),
     st.builds(m.Refused, st.sampled_from(m.RefusedReason), detail),
     st.builds(m.Bye, counter),
     st.builds(m.Syn, digests),

@@ -32,7 +32,7 @@ def test_every_problem_is_named() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"peer_timeout_s": 0.5},
+        {"probe_interval_s": 0.5},
         {"forget_after_s": 1.0},
         {"tombstone_s": 0.5},
         {"upload_lease_s": 0.1},

@@ -12,6 +12,8 @@ from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.node import Node
 
 FRIEND = record(1)
+TELLER = record(9)
+ALIVE, SUSPECT, DEAD, LEFT = m.Status
 
 
 def states(node: Node) -> dict[str, str]:
@@ -27,8 +29,12 @@ def hello(
     return ev.MessageReceived(member.node_id, m.Hello(oldest, newest, cluster_id, member))
 
 
-def beat(member: m.MemberRecord, heartbeat: int) -> ev.MessageReceived:
-    return ev.MessageReceived(member.node_id, m.Syn((m.DigestEntry(member.node_id, member.epoch, heartbeat, 0, 0),)))
+def claim(
+    member: m.MemberRecord, status: m.Status, incarnation: int = 0, *, accuser: bytes = b"", teller: m.MemberRecord = TELLER
+) -> ev.MessageReceived:
+    """`teller` passes a rumour about `member` on."""
+    rumour = m.Rumour(member.node_id, member.epoch, incarnation, status, accuser)
+    return ev.MessageReceived(teller.node_id, m.Ping(1, (rumour,)))
 
 
 def sent(effects: list[ev.Effect]) -> list[m.Message]:
@@ -103,7 +109,7 @@ def test_a_new_node_at_the_address_of_an_old_one_replaces_it() -> None:
     node.handle(hello(FRIEND), 0.0)
     reborn = record(2, name=FRIEND.name, control=FRIEND.control)
     effects = node.handle(hello(reborn), 0.1)
-    assert changes(effects) == ["expired", "joined"]
+    assert changes(effects) == ["dead", "joined"]
 
 
 def test_two_live_nodes_with_one_name_are_reported_once() -> None:
@@ -127,47 +133,110 @@ def test_hello_in_the_name_of_somebody_else_is_a_violation() -> None:
     assert node.stats().violations == 1 and len(node.peers()) == 1
 
 
-def test_silent_peers_expire_and_beating_ones_do_not() -> None:
-    network, ids = joined(4)
-    network.frozen.add(ids[3])
-    frozen_at = network.now
-    network.run(60.0, until=lambda: states(network.nodes[ids[0]])["node3"] == "expired")
-    assert 5.0 < network.now - frozen_at < 8.0
-    network.run(30.0)
-    assert all(
-        states(network.nodes[key])[name] == "alive"
-        for key in ids[:3]
-        for name in ("node1", "node2")
-        if f"node{ids.index(key)}" != name
-    )
-    network.frozen.clear()
-    network.run(90.0, until=lambda: all(states(network.nodes[key])["node3"] == "alive" for key in ids[:3]))
-    assert all(states(network.nodes[key])["node3"] == "alive" for key in ids[:3])
-
-
-def test_stale_evidence_does_not_resurrect() -> None:
-    node = make_node(0)
-    node.handle(hello(FRIEND), 0.0)
-    node.handle(beat(FRIEND, 10), 0.1)
-    node.handle(ev.TimerExpired(), 7.0)
-    assert states(node) == {"node1": "expired"}
-    for stale in (beat(FRIEND, 10), beat(FRIEND, 9), hello(FRIEND)):
-        node.handle(stale, 7.1)
-        assert states(node) == {"node1": "expired"}
-    assert "returned" in changes(node.handle(beat(FRIEND, 11), 7.2))
-
-
 def test_bye_holds_for_its_epoch_only() -> None:
     node = make_node(0)
     node.handle(hello(FRIEND), 0.0)
     node.handle(ev.MessageReceived(FRIEND.node_id, m.Bye(0)), 0.1)
     assert states(node) == {"node1": "alive"}
     assert changes(node.handle(ev.MessageReceived(FRIEND.node_id, m.Bye(1)), 0.1)) == ["left"]
-    for stale in (beat(FRIEND, 99), hello(FRIEND)):
+    for stale in (claim(FRIEND, ALIVE, 99), claim(FRIEND, DEAD, 99), hello(FRIEND)):
         node.handle(stale, 0.2)
         assert states(node) == {"node1": "left"}
     node.handle(hello(record(1, epoch=2)), 0.3)
     assert states(node) == {"node1": "alive"}
+
+
+def test_stale_evidence_does_not_resurrect() -> None:
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    node.handle(claim(FRIEND, ALIVE, 10), 0.1)
+    assert changes(node.handle(claim(FRIEND, DEAD, 10), 9.0)) == ["dead"]
+    for stale in (claim(FRIEND, ALIVE, 10), claim(FRIEND, SUSPECT, 10), claim(FRIEND, ALIVE, 2), hello(FRIEND)):
+        node.handle(stale, 9.1)
+        assert states(node) == {"node1": "dead"}
+    assert changes(node.handle(claim(FRIEND, ALIVE, 11), 9.2)) == ["returned"]
+
+
+def test_failure_evidence_raises_the_stored_incarnation() -> None:
+    """Death at 10 is news about a node known at 2; an ALIVE at 5 that arrives late must not undo it."""
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    node.handle(claim(FRIEND, ALIVE, 2), 0.0)
+    node.handle(claim(FRIEND, DEAD, 10), 9.0)
+    node.handle(claim(FRIEND, ALIVE, 5), 9.1)
+    assert states(node) == {"node1": "dead"}
+
+
+def test_death_of_a_peer_that_we_hear_is_only_a_suspicion() -> None:
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    node.handle(ev.MessageReceived(FRIEND.node_id, m.Ping(1)), 5.0)
+    assert changes(node.handle(claim(FRIEND, DEAD), 6.0)) == ["suspect"]
+    node.handle(ev.MessageReceived(FRIEND.node_id, m.Ping(2)), 6.1)
+    node.handle(claim(FRIEND, DEAD), 6.2)
+    assert states(node) == {"node1": "suspect"}
+    assert changes(node.handle(claim(FRIEND, ALIVE, 1), 6.3)) == ["returned"]
+
+
+def test_an_unreachable_peer_is_suspect_at_once_and_told_so() -> None:
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    effects = node.handle(ev.PeerUnreachable(FRIEND.node_id), 0.1)
+    assert changes(effects) == ["suspect"]
+    (ping,) = sent(effects)
+    assert isinstance(ping, m.Ping) and m.Rumour(FRIEND.node_id, 1, 0, SUSPECT) in ping.rumours
+    assert node.handle(ev.PeerUnreachable(FRIEND.node_id), 0.2) == []
+    assert changes(node.handle(ev.MessageReceived(FRIEND.node_id, m.Pong(1, FRIEND.node_id, 1, 1)), 0.3)) == ["returned"]
+    assert node.handle(ev.PeerUnreachable(NodeId(b"?" * 16)), 0.4) == []
+
+
+def test_whoever_is_suspected_contradicts_with_a_higher_incarnation() -> None:
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    effects = node.handle(claim(node.me, SUSPECT, teller=FRIEND), 0.1)
+    (pong,) = sent(effects)
+    assert pong == m.Pong(1, node.me.node_id, 1, 1, (m.Rumour(node.me.node_id, 1, 1, ALIVE),))
+    assert [e for e in effects if isinstance(e, ev.SaveState)] == [ev.SaveState(1, 1, ())]
+    (again,) = sent(node.handle(claim(node.me, SUSPECT, teller=FRIEND), 0.2))
+    assert isinstance(again, m.Pong) and again.incarnation == 1, "the old suspicion is answered already"
+
+
+def test_a_node_that_was_seen_in_a_later_life_goes_on_above_it() -> None:
+    """Its disk was rolled back: others know epoch 7 of it."""
+    network, ids = joined(3)
+    network.publish(ids[0], meta("doc"))
+    network.run(2.0)
+    old = network.nodes[ids[0]]
+    later = record(0, epoch=7)
+    for key in ids[1:]:
+        network.handle(key, hello(later))
+    assert old.me.epoch == 1
+    network.run(5.0)
+    assert old.me.epoch > 7
+    for key in ids[1:]:
+        assert states(network.nodes[key])["node0"] == "alive"
+        assert network.nodes[key].stats().peer_anchors == 1, "what it holds is announced anew"
+
+
+def test_a_node_that_is_said_to_have_left_goes_on_in_a_higher_epoch() -> None:
+    network, ids = joined(3)
+    network.handle(ids[1], claim(network.nodes[ids[0]].me, LEFT, teller=network.nodes[ids[2]].me))
+    assert states(network.nodes[ids[1]])["node0"] == "left"
+    network.run(5.0)
+    assert network.nodes[ids[0]].me.epoch == 2
+    assert all(states(network.nodes[key])["node0"] == "alive" for key in ids[1:])
+
+
+def test_a_restart_elsewhere_under_the_same_identity_is_let_in_at_once() -> None:
+    network, ids = joined(3)
+    del network.nodes[ids[1]]
+    network.run(0.5)
+    again = network.add(1, epoch=2, control="10.0.0.1:7777", bulk="10.0.0.1:7778")
+    network.join(again, ids[0])
+    network.run(0.1)
+    (answer,) = network.take(again, ev.FinishJoin)
+    assert answer.result == 2 and answer.refused is None
+    assert states(network.nodes[ids[0]])["node1"] == "alive"
 
 
 def test_leaving_is_known_to_all_at_once() -> None:
@@ -194,21 +263,57 @@ def test_higher_epoch_wipes_what_was_known() -> None:
     assert node.stats().peer_anchors == 0
 
 
-def test_the_gone_are_forgotten_in_the_end() -> None:
+def test_the_gone_are_forgotten_but_old_news_does_not_bring_them_back() -> None:
     config = NodeConfig(forget_after_s=20.0)
-    node = make_node(0, config=config)
-    node.handle(hello(FRIEND), 0.0)
-    node.handle(ev.TimerExpired(), 7.0)
-    node.handle(ev.TimerExpired(), 28.0)
-    assert node.peers() == ()
+    for end in (LEFT, DEAD):
+        node = make_node(0, config=config)
+        node.handle(hello(FRIEND), 0.0)
+        node.handle(claim(FRIEND, end, 4), 9.0)
+        assert states(node) == {"node1": end.word}
+        node.handle(ev.TimerExpired(), 30.0)
+        assert node.peers() == ()
+        delta = m.OriginDelta(FRIEND, 4, False, 0, 1, 0, (m.Put.of(1, meta("doc")),))
+        for stale in (ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), hello(FRIEND), claim(FRIEND, ALIVE, 9)):
+            effects = node.handle(stale, 31.0)
+            assert node.peers() == () and node.stats().peer_anchors == 0
+        assert sent(node.handle(hello(FRIEND), 31.0))[0].rumours, "it is told why it does not get in"  # type: ignore
+        higher = record(1, epoch=2) if end is LEFT else FRIEND
+        member = m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), higher, 0 if end is LEFT else 5)
+        node.handle(ev.MessageReceived(FRIEND.node_id, member), 32.0)
+        assert states(node) == {"node1": "alive"}
 
 
-def test_unreachable_peer_expires_and_heartbeats_bring_it_back() -> None:
+def test_the_end_of_a_life_that_we_never_saw_is_remembered() -> None:
     node = make_node(0)
     node.handle(hello(FRIEND), 0.0)
-    assert changes(node.handle(ev.PeerUnreachable(FRIEND.node_id), 0.1)) == ["expired"]
-    assert changes(node.handle(beat(FRIEND, 1), 0.2)) == ["returned"]
-    assert node.handle(ev.PeerUnreachable(NodeId(b"?" * 16)), 0.3) == []
+    later = record(1, epoch=3)
+    node.handle(claim(later, DEAD, 2), 0.1)
+    assert states(node) == {"node1": "dead"}
+    delta = m.OriginDelta(later, 2, False, 0, 0, 0, ())
+    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), 0.2)
+    assert states(node) == {"node1": "dead"}
+    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((m.OriginDelta(later, 3, False, 0, 0, 0, ()),))), 0.3)
+    assert states(node) == {"node1": "alive"}
+
+
+def test_departures_reach_those_whom_the_leaver_could_not_reach() -> None:
+    network, ids = joined(8)
+    network.fault = lambda source, target, message: [0.001] if source != ids[1] or target == ids[0] else []
+    network.handle(ids[1], ev.LeaveRequested())
+    del network.nodes[ids[1]]
+    network.run(3.0)
+    assert all(states(node)["node1"] == "left" for node in network.nodes.values())
+
+
+def test_claims_that_leap_are_not_believed() -> None:
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    for leap in (claim(FRIEND, DEAD, 2**40), claim(record(1, epoch=2**40), LEFT)):
+        node.handle(leap, 9.0)
+        assert states(node) == {"node1": "alive"}
+    node.handle(claim(node.me, DEAD, 2**62), 9.0)
+    (pong,) = sent(node.handle(claim(node.me, ALIVE), 9.1)) or [m.Pong(1, node.me.node_id, 1, 0)]
+    assert isinstance(pong, m.Pong) and pong.incarnation == 0
 
 
 def test_partitions_merge() -> None:

@@ -27,6 +27,7 @@ PUT = m.Put.of(7, meta("golden"))
 BEHIND = {"chain_start": ChainHash(b"C" * 16), "content": 2**64 - 1, "context_first": 2**63, "context_last": 1}
 LATER_PUT = m.Put.of(8, meta("golden", start=512, **BEHIND))
 
+RUMOUR = m.Rumour(SENDER, 2, 3, m.Status.SUSPECT, MEMBER.node_id)
 SAMPLES: dict[str, m.Message] = {
     "hello": m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, b"c" * 16, MEMBER),
     "welcome": m.Welcome(MEMBER, (record(2),)),
@@ -43,6 +44,10 @@ SAMPLES: dict[str, m.Message] = {
     "cancel_pull": m.CancelPull(6),
     "chunk": m.Chunk(6, 1, 0, 4096),
     "pull_failed": m.PullFailed(6, None, m.PullFailedReason.BUSY, 0.5),
+    "ping": m.Ping(7, (RUMOUR,)),
+    "ping_request": m.PingRequest(7, SENDER),
+    "pong": m.Pong(7, SENDER, 2, 3),
+    "no_pong": m.NoPong(7),
     "shared_block": m.SharedBlock(6, 1, 4711, 17, 2**31 + 5, 4096, 1_474_560),
 }
 
