@@ -21,9 +21,12 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
+from kvcomm_p2p.net.gate import curve_keys, open_gate
 from kvcomm_p2p.net.keys import load_cluster_keys
+from kvcomm_p2p.net.limits import require_descriptors
 from kvcomm_p2p.net.recorder import RecordedNode, Recorder, make_recorder
 from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
+from kvcomm_p2p.net.signatures import signed_record
 from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.planning.chains import group_tag
@@ -260,12 +263,15 @@ def build_stack(
     groups: Sequence[str] = (),
 ) -> AgentStack:
     """Load, bind and wire up; blocking. Raises ModelError, TransportError, ConfigError."""
+    gate = open_gate(settings.state_dir, settings.bind_host, encrypted=settings.encrypted)
     keys = load_cluster_keys(settings.state_dir)
+    require_descriptors(settings.node_config().peers_max)
     runner = model
     if not isinstance(runner, ModelRunner):
         runner = ModelRunner.load(runner, dtype=dtype, cache_dir=settings.cache_dir)
     spec = runner.spec
-    node_id = NodeId(os.urandom(NODE_ID_BYTES))
+    identity = gate.identity
+    node_id = NodeId(os.urandom(NODE_ID_BYTES)) if identity is None else identity.public.node_id(name)
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
     host = host_tag(keys.content)
 
@@ -283,7 +289,9 @@ def build_stack(
             host=host,
             capabilities=Capability.SHARED_MEMORY if host else 0,
         )
-        config, rng = settings.node_config(), random.Random(node_id)
+        if identity is not None:
+            me = signed_record(identity, me)
+        config, rng = settings.node_config(), random.Random(os.urandom(16))  # whom we ask next is nobody's guess
         if recorder is not None:
             return RecordedNode(config, me=me, rng=rng, now=now, recorder=recorder)
         return Node(config, me=me, rng=rng, now=now)
@@ -293,9 +301,10 @@ def build_stack(
         advertise_host=settings.advertise_host,
         control_port=ports[0] or settings.control_port,
         bulk_port=ports[1] or settings.bulk_port,
+        curve=curve_keys(gate),
     )
     store = BlockStore(SharedMemory() if host else None)
-    driver = Driver(make_node, transport, store, keys)
+    driver = Driver(make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir)
     try:
         stack = AgentStack(name, runner, settings, driver, store, keys.content)
     except BaseException:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.net.curve import dial_name
+from kvcomm_p2p.net.curve import CurveKeys, dial_name
 from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity, load_allowed, load_identity
 from kvcomm_p2p.net.seeds import parse_seed
 from kvcomm_p2p.net.signatures import is_genuine
@@ -217,3 +217,10 @@ def open_gate(state_dir: Path, bind_host: str, *, encrypted: bool) -> Gate:
     if not allowed and not is_loopback(bind_host):
         raise ConfigError(f"nobody may connect to a node at {bind_host}: run {exchange}")
     return Gate(identity, allowed, required=True)
+
+
+def curve_keys(gate: Gate) -> CurveKeys | None:
+    """What a transport needs to encrypt for this gate; None where connections are plain."""
+    if not gate.required or gate.identity is None:
+        return None
+    return CurveKeys(gate.identity.public.curve, gate.identity.curve_secret, gate.lets_in)
