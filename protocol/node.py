@@ -24,9 +24,11 @@ from kvcomm_p2p.protocol.events import (
     FetchCancelled,
     FetchRequested,
     FinishFetch,
+    FinishLookup,
     IdentityRenewed,
     JoinRequested,
     LeaveRequested,
+    LookupRequested,
     MessageReceived,
     MissedBlock,
     PeerUnreachable,
@@ -55,7 +57,12 @@ from kvcomm_p2p.protocol.messages import (
     Pong,
     Pull,
     PullFailed,
+    Put,
     Refused,
+    ShardAnswer,
+    ShardAsk,
+    ShardRegister,
+    ShardResend,
     SharedBlock,
     Status,
     Syn,
@@ -67,6 +74,7 @@ from kvcomm_p2p.protocol.peer_stats import PeerStats
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
 from kvcomm_p2p.protocol.pulls import Pulls
+from kvcomm_p2p.protocol.shards import Shards
 from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
 from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
 from kvcomm_p2p.protocol.uploads import Uploads
@@ -101,6 +109,7 @@ class Node:
         self._pulls = Pulls(config, self._members, self._penalties, self._sharing)
         self._uploads = Uploads(config, self._pool, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
+        self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
         self._counted = PeerStats(
             me,
             lambda peer: self._members.get(peer) is not None,
@@ -122,6 +131,7 @@ class Node:
             AnchorsPublished: self._on_published,
             AnchorsForgotten: lambda event, now: self._on_pool_change(self._pool.forget(event.anchor_ids), now),
             AnchorsUsed: self._on_used,
+            LookupRequested: self._on_lookup,
             TokensRequested: self._on_tokens_requested,
             FetchRequested: self._on_fetch,
             FetchCancelled: lambda event, now: self._pulls.cancel(event.fetch_id, now),
@@ -149,6 +159,10 @@ class Node:
             Chunk: self._on_stray_chunk,
             PullFailed: self._pulls.failed,
             SharedBlock: self._pulls.shared,
+            ShardRegister: self._shards.register,
+            ShardResend: self._shards.resend,
+            ShardAsk: self._shards.ask,
+            ShardAnswer: self._shards.answer,
         }
 
     @property
@@ -174,15 +188,21 @@ class Node:
     def next_deadline(self) -> float:
         """When the node wants TimerExpired. May be in the past: then at once. Infinity after it has left."""
         return min(
-            math.inf if self._left else self._community.next_deadline(),
+            math.inf if self._left else min(self._community.next_deadline(), self._shards.next_deadline()),
             self._pulls.next_deadline(),
             self._tokens.next_deadline(),
             self._uploads.next_deadline(),
         )
 
     def find(self, lookup: Lookup) -> LookupResult:
-        """Anchors that share something with a prompt: own, and of peers that are alive and not in the penalty box."""
-        return self._community.directory.find(lookup, self._usable)
+        """Anchors that share something with a prompt, as far as this node knows without asking: own, and of peers that
+        are alive and not in the penalty box."""
+        return self._shards.local(lookup)
+
+    def knows(self, holder: NodeId, anchor_id: AnchorId) -> bool:
+        """Whether the holder's log, as far as it is known here, says that it has this anchor."""
+        log = self._community.replicas.log(holder)
+        return log is not None and isinstance(log.latest(anchor_id), Put)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
         return self._pool.get(anchor_id)
@@ -248,11 +268,12 @@ class Node:
     def _on_timer(self, event: TimerExpired, now: float) -> list[Effect]:
         effects = self._tokens.tick(now) + self._pulls.tick(now)
         self._uploads.tick(now)
-        return effects if self._left else effects + self._community.tick(now)
+        return effects if self._left else effects + self._community.tick(now) + self._shards.tick(now)
 
     def _on_leave(self, event: LeaveRequested, now: float) -> list[Effect]:
         self._left = True
-        return self._tokens.shutdown(now) + self._pulls.shutdown(now) + self._community.leave()
+        ended = self._shards.lookups.shutdown() + self._tokens.shutdown(now) + self._pulls.shutdown(now)
+        return ended + self._community.leave()
 
     def _on_message(self, event: MessageReceived, now: float) -> list[Effect]:
         sender, message = event.sender, event.message
@@ -298,6 +319,7 @@ class Node:
             peer = self._community.gone.pop(0)
             self._uploads.peer_gone(peer)
             effects += self._tokens.peer_gone(peer, now) + self._pulls.peer_gone(peer, now)
+            effects += self._shards.peer_gone(peer, now)
         while self._community.forgotten:
             peer = self._community.forgotten.pop(0)
             self._penalties.forgive(peer)
@@ -310,6 +332,7 @@ class Node:
 
     def _on_pool_change(self, change: PoolChange, now: float) -> list[Effect]:
         self._community.announce(change, now)
+        self._shards.changed(change)
         self._rejected += change.rejected
         self._invalidated += len(change.removed)
         return [DropBlock(handle) for handle in change.dropped]
@@ -317,6 +340,11 @@ class Node:
     def _on_used(self, event: AnchorsUsed, now: float) -> list[Effect]:
         self._pool.use(event.anchor_ids, now)
         return []
+
+    def _on_lookup(self, event: LookupRequested, now: float) -> list[Effect]:
+        if self._left:
+            return [FinishLookup(event.request_id, self.find(event.lookup), 0.0)]
+        return self._shards.requested(event, now)
 
     def _on_tokens_requested(self, event: TokensRequested, now: float) -> list[Effect]:
         if event.holder == self.me.node_id:

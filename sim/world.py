@@ -55,7 +55,8 @@ class Hardware:
 
 @dataclass(slots=True)
 class SimNode:
-    """One machine. `generation` counts restarts: what was sent to an earlier one is lost."""
+    """One machine. `generation` counts restarts: what was sent to an earlier one is lost. `alone`: its node has no peers to
+    talk to, so its timers are not kept."""
 
     number: int
     name: str
@@ -64,6 +65,7 @@ class SimNode:
     generation: int = 0
     up: bool = True
     frozen: bool = False
+    alone: bool = False
     spoils: bool = False
     wake_at: float = math.inf
     free_at: float = 0.0
@@ -83,7 +85,8 @@ class SimNode:
 class World:
     """Nodes, links, time. All times are seconds since the world began.
 
-    `frames` and `frame_bytes` count what was sent, by message type; `frame_bytes_of` by node.
+    `frames` and `frame_bytes` count what was sent, by message type; `frame_bytes_of` by node. `disturbed`: nodes that were
+    down or frozen at some time: it is no error to take them for dead.
     """
 
     def __init__(self, seed: int = 0, links: Links | None = None, hardware: Hardware | None = None) -> None:
@@ -98,6 +101,7 @@ class World:
         self.frame_bytes_of: list[int] = []
         self.payload_bytes_of: list[int] = []
         self.reports: list[tuple[float, int, ev.ReportPeer]] = []
+        self.disturbed: set[NodeId] = set()
         self.steps = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -160,6 +164,7 @@ class World:
     def freeze(self, machine: SimNode) -> None:
         """As SIGSTOP: connections stay, frames wait, nothing is done."""
         machine.frozen = True
+        self.disturbed.add(machine.node_id)
 
     def thaw(self, machine: SimNode) -> None:
         """It goes on, first with what has waited."""
@@ -180,6 +185,7 @@ class World:
         self._by_address[me.bulk] = machine.number
 
     def _switch_off(self, machine: SimNode) -> None:
+        self.disturbed.add(machine.node_id)
         machine.up = False
         machine.generation += 1
         machine.waiting.clear()
@@ -245,7 +251,7 @@ class World:
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _arm(self, machine: SimNode) -> None:
-        if not machine.up or machine.frozen:
+        if not machine.up or machine.frozen or machine.alone:
             return
         deadline = max(machine.node.next_deadline(), self.now)
         if deadline < machine.wake_at:

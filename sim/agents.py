@@ -1,0 +1,233 @@
+"""A simulated agent: finds donors, plans, waits for blocks, computes and publishes as a real one does, in virtual time.
+
+It decides with the same code (`kvcomm_p2p.planning`); what takes a processor takes the time that the cost table says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.finding import AskDirectory, AskTokens, Compute, Finding, FoundDonors
+from kvcomm_p2p.planning.lineage import Lineage
+from kvcomm_p2p.planning.plan import make_plan
+from kvcomm_p2p.planning.replan import without_blocks
+from kvcomm_p2p.planning.segments import Segment, cut_anchors
+from kvcomm_p2p.planning.spans import hops_at, lead_rows, pulled_bytes, recompute_positions, work_of
+from kvcomm_p2p.planning.types import Costs, Mode, Plan, ReuseRules, SpanKind
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta
+from kvcomm_p2p.protocol.ids import ModelId
+from kvcomm_p2p.sim.cost_table import CostTable
+from kvcomm_p2p.sim.fabrics import Fabric, Fetched
+from kvcomm_p2p.sim.process import Process, Promise
+from kvcomm_p2p.sim.world import CONTENT_KEY
+
+VARIANT_BYTES = 8
+
+TokenIds = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How agents reuse: the mode and what the model's profile allows in it."""
+
+    mode: Mode
+    reuse: ReuseRules
+    model_id: ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One answered prompt. Times in seconds; `started_at`: when it was asked; `queued_s`: waiting for the model.
+
+    `covered`: prompt tokens that stand in an equal run of any donor; `reused`: those not computed; `exact`: of these, behind
+    the same exact prefix. `dense_s`: what computing everything would have taken, without waiting. `misses`: by reason.
+    """
+
+    agent: int
+    started_at: float
+    ttft_s: float
+    queued_s: float
+    dense_s: float
+    tokens: int
+    covered: int
+    reused: int
+    exact: int
+    pulled_bytes: int
+    wait_lost_s: float
+    misses: Mapping[str, int]
+    answered_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Model:
+    """One forward at a time, first come, first served."""
+
+    busy: bool = False
+    waiting: deque[Promise[None]] = field(default_factory=deque)
+
+    def enter(self) -> Promise[None]:
+        turn: Promise[None] = Promise()
+        if self.busy:
+            self.waiting.append(turn)
+        else:
+            self.busy = True
+            turn.resolve(None)
+        return turn
+
+    def leave(self) -> None:
+        if self.waiting:
+            self.waiting.popleft().resolve(None)
+        else:
+            self.busy = False
+
+
+class SimAgent:
+    """One agent. `fabric` is where its KV goes and comes from; `costs` what it believes of its machine and link at first."""
+
+    def __init__(self, number: int, fabric: Fabric, table: CostTable, rules: Rules, costs: Costs, seed: int) -> None:
+        self.number = number
+        self._fabric = fabric
+        self._table = table
+        self._rules = rules
+        self._costs = CostTracker(costs)
+        self._rng = random.Random(seed)
+        self._model = _Model()
+        self._lineage = Lineage()
+        self._finding = Finding(
+            self._lineage,
+            me=fabric.me,
+            model_id=rules.model_id,
+            layout=table.layout,
+            context_tokens_max=table.context_tokens_max,
+            vocabulary_size=2**32 - 1,
+            content_key=CONTENT_KEY,
+            held=fabric.held,
+            clock=lambda: fabric.now,
+        )
+
+    def answer(self, prompt: TokenIds, answer: TokenIds) -> Process[Outcome]:
+        """Fill the prompt, publish it, decode the answer, publish that."""
+        fabric, started_at = self._fabric, self._fabric.now
+        found, plan = yield from self._planned(prompt)
+        costs = self._costs.costs
+        _, lead = lead_rows(plan, costs, self._costs.pulls)
+        asked_at = fabric.now
+        fetched: Fetched = yield fabric.fetch(plan, found)
+        self._saw(plan, fetched, fabric.now - asked_at)
+        usable = without_blocks(plan, fetched.failed, self._rules.reuse)
+        waited_s = fabric.now - asked_at
+        work = work_of(usable.spans, self._believed(), lead)
+        turn_at = fabric.now
+        yield self._model.enter()
+        queued_s = fabric.now - turn_at
+        # What was aligned or computed while blocks were coming is not waited for again.
+        yield fabric.sleep(max(0.0, max(work.align_s, work.ahead_s) - waited_s) + work.rest_s)
+        self._model.leave()
+        outcome = self._outcome(started_at, queued_s, usable, fetched, found)
+        self._costs.saw_forward(len(recompute_positions(usable)), 0.0, work.rest_s)
+        yield from self._publish(prompt, answer, usable, fetched)
+        return outcome
+
+    def _planned(self, prompt: TokenIds) -> Process[tuple[FoundDonors, Plan]]:
+        fabric, rules = self._fabric, self._rules
+        search = self._finding.search(prompt)
+        answer = None
+        yield fabric.sleep(self._table.find_s)
+        while True:
+            try:
+                question = search.send(answer)
+            except StopIteration as stop:
+                found: FoundDonors = stop.value
+                break
+            if isinstance(question, Compute):
+                answer = question.call()
+            elif isinstance(question, AskDirectory):
+                answer = yield fabric.find(question.lookup)
+            else:
+                assert isinstance(question, AskTokens)
+                answer = yield fabric.tokens(question.wanted)
+        yield fabric.sleep(self._table.plan_s)
+        plan = make_plan(
+            prompt,
+            found.donors,
+            rules.mode,
+            rules.reuse,
+            self._costs.costs,
+            pulls=self._costs.pulls,
+            key=CONTENT_KEY,
+        )
+        return found, plan
+
+    def _believed(self) -> Costs:
+        """What computing really takes here: the table's, whatever the agent believes."""
+        return self._table.costs(pull_latency_s=1e-3, pull_bytes_per_s=1e9)
+
+    def _saw(self, plan: Plan, fetched: Fetched, seconds: float) -> None:
+        wanted = pulled_bytes(plan.spans, self._table.layout.token_bytes)
+        if len(wanted) == 1 and not fetched.failed and fetched.kv_bytes:
+            (holder,) = wanted
+            self._costs.saw_pull(holder, fetched.kv_bytes, seconds)
+
+    def _outcome(self, started_at: float, queued_s: float, plan: Plan, fetched: Fetched, found: FoundDonors) -> Outcome:
+        computed = len(recompute_positions(plan))
+        exact = sum(span.tokens for span in plan.spans if span.kind in (SpanKind.EXACT, SpanKind.CONTINUED))
+        misses: dict[str, int] = {}
+        reasons = [miss for _, miss in found.dropped] + list(fetched.failed.values()) + [r.miss for r in plan.rejected]
+        for miss in reasons:
+            misses[miss.reason.value] = misses.get(miss.reason.value, 0) + 1
+        return Outcome(
+            agent=self.number,
+            started_at=started_at,
+            ttft_s=self._fabric.now - started_at,
+            queued_s=queued_s,
+            dense_s=self._table.dense_s(plan.tokens),
+            tokens=plan.tokens,
+            covered=plan.covered,
+            reused=plan.tokens - computed,
+            exact=exact,
+            pulled_bytes=fetched.kv_bytes,
+            wait_lost_s=found.wait_lost_s + fetched.wait_lost_s,
+            misses=misses,
+        )
+
+    def _publish(self, prompt: TokenIds, answer: TokenIds, plan: Plan, fetched: Fetched) -> Process[None]:
+        """The prompt right away, the answer when it is decoded."""
+        hops = hops_at(plan)
+        variant = self._rng.randbytes(VARIANT_BYTES) if hops[-1][1] > 0 else b""
+        self._fabric.keep(fetched)
+        segments = self._cut(prompt, plan, variant)
+        self._share(segments, variant, None)
+        yield self._fabric.sleep(len(answer) * self._table.decode_token_s)
+        last = segments[-1].meta
+        whole = np.concatenate((prompt, answer))[:-1]  # the last token of an answer has no row yet
+        before = segments[-2].meta if len(segments) > 1 else None
+        self._share(self._cut(whole, plan, variant, last), variant, before)
+
+    def _cut(self, token_ids: TokenIds, plan: Plan, variant: bytes, last: AnchorMeta | None = None) -> list[Segment]:
+        return cut_anchors(
+            token_ids,
+            hops=hops_at(plan),
+            visibility=(),
+            model_id=self._rules.model_id,
+            layout=self._table.layout,
+            key=CONTENT_KEY,
+            variant=variant,
+            start=0 if last is None else last.start,
+            sequence=None if last is None else last.sequence_id,
+        )
+
+    def _share(self, segments: list[Segment], variant: bytes, before: AnchorMeta | None) -> None:
+        self._lineage.add([segment.meta for segment in segments], variant, None if before is None else before.anchor_id)
+        first = segments[0]
+        if first.meta.start == 0 and first.meta.tokens >= BLOCK_TOKENS:
+            (chain,) = chain_hashes(first.token_ids[:BLOCK_TOKENS], CONTENT_KEY, self._rules.model_id)
+            self._lineage.begin(chain, first.meta.anchor_id)
+        self._fabric.publish(segments)

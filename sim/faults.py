@@ -1,0 +1,100 @@
+"""What goes wrong, and when: a scenario's faults carried out in a World."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
+from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.sim.links import Cut
+from kvcomm_p2p.sim.scenario import FaultSpec
+from kvcomm_p2p.sim.world import SimNode, World
+
+
+@dataclass(slots=True)
+class Faults:
+    """Carries out faults. `seed_address`: where who comes back joins. `returned` is told of nodes that came back."""
+
+    world: World
+    rng: random.Random
+    seed_address: Callable[[SimNode], str]
+    returned: Callable[[SimNode], None] = lambda machine: None
+
+    def begin(self, fault: FaultSpec) -> None:
+        """It goes wrong now."""
+        world, hit = self.world, self._hit(fault)
+        end_s = world.now + fault.for_s
+        if fault.kind == "loss":
+            world.links.worsen(loss=fault.loss)
+            if fault.for_s:
+                world.at(end_s, lambda: world.links.worsen(loss=0.0))
+        elif fault.kind == "partition":
+            self._cut(hit, end_s)
+        elif fault.kind == "churn":
+            self._churn(fault, hit, end_s)
+        else:
+            for machine in hit:
+                self._hurt(machine, fault, end_s)
+
+    def _hit(self, fault: FaultSpec) -> list[SimNode]:
+        nodes = self.world.nodes
+        if fault.nodes:
+            return [nodes[number] for number in fault.nodes]
+        count = round(fault.share * len(nodes))
+        return [nodes[number] for number in sorted(self.rng.sample(range(len(nodes)), count))]
+
+    def _hurt(self, machine: SimNode, fault: FaultSpec, end_s: float) -> None:
+        world = self.world
+        if not machine.up:
+            return
+        if fault.kind in ("crash", "restart"):
+            world.crash(machine)
+            if fault.kind == "restart" or fault.for_s:
+                world.at(end_s, lambda: self.bring_back(machine, fault.keeps_state))
+        elif fault.kind == "leave":
+            world.stop(machine)
+        elif fault.kind == "freeze":
+            world.freeze(machine)
+            world.at(end_s, lambda: world.thaw(machine) if machine.up else None)
+        elif fault.kind == "slow":
+            world.links.slow_down(machine.number, fault.factor)
+            world.at(end_s, lambda: world.links.slow_down(machine.number, 1.0))
+
+    def _cut(self, hit: list[SimNode], end_s: float) -> None:
+        links = self.world.links
+        inside = frozenset(machine.number for machine in hit)
+        outside = frozenset(range(len(self.world.nodes))) - inside
+        cuts = [Cut(inside, outside), Cut(outside, inside)]
+        links.cuts += cuts
+
+        def heal() -> None:
+            links.cuts = [cut for cut in links.cuts if cut not in cuts]
+
+        self.world.at(end_s, heal)
+
+    def _churn(self, fault: FaultSpec, hit: list[SimNode], end_s: float) -> None:
+        if self.world.now >= end_s or not hit:
+            return
+        machine = self.rng.choice(hit)
+        if machine.up:
+            self.world.crash(machine)
+            self.world.at(self.world.now + fault.every_s, lambda: self.bring_back(machine, fault.keeps_state))
+        self.world.at(self.world.now + fault.every_s, lambda: self._churn(fault, hit, end_s))
+
+    def bring_back(self, machine: SimNode, keeps_state: bool) -> None:
+        """Start a crashed node again and let it join. With state it is who it was, in its next epoch; without, a new node at
+        the same address."""
+        if machine.up:
+            return
+        me: MemberRecord = machine.node.me
+        if keeps_state:
+            record = msgspec.structs.replace(me, epoch=me.epoch + 1)
+        else:
+            record = msgspec.structs.replace(me, node_id=NodeId(self.rng.randbytes(NODE_ID_BYTES)), epoch=1)
+        self.world.restart(machine, record)
+        self.world.join(machine, self.seed_address(machine))
+        self.returned(machine)

@@ -1,0 +1,229 @@
+"""What is simulated: one TOML file, checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.errors import SettingsError
+from kvcomm_p2p.sim import workloads
+from kvcomm_p2p.sim.cost_table import DEFAULT_TABLE
+from kvcomm_p2p.sim.graphs import make_graph
+from kvcomm_p2p.sim.links import PROFILES, LinkProfile
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the same parser under its older name
+    import tomli as tomllib
+
+PRESETS = Path(__file__).parent / "presets"
+AGENTS_MAX = 20_000
+NODE_BYTES = 60_000
+PEER_BYTES = 700
+"""Memory of a simulated node, and of each peer that it knows (measured, rounded up)."""
+
+Seconds = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Fabrics = Literal["none", "own", "central", "peers"]
+
+
+class NetworkSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """`inside`: links within a site; `between`: from site to site. Agents are dealt out to `sites` sites in turn."""
+
+    inside: str = "lan"
+    between: str = "wan"
+    sites: Annotated[int, Meta(ge=1)] = 1
+    loss: Share = 0.0
+    duplication: Share = 0.0
+    reordering: Share = 0.0
+    latency_s: Seconds | None = None
+    bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
+
+    def profiles(self) -> tuple[LinkProfile, LinkProfile]:
+        """Links inside a site and between sites. Raises ConfigError."""
+        return self._profile(self.inside), self._profile(self.between)
+
+    def _profile(self, name: str) -> LinkProfile:
+        if name not in PROFILES:
+            raise ConfigError(f"network profile {name!r} is unknown: choose one of {', '.join(PROFILES)}")
+        changes: dict[str, float] = {
+            "loss": self.loss,
+            "duplication": self.duplication,
+            "reordering": self.reordering,
+        }
+        if self.latency_s is not None:
+            changes["latency_s"] = self.latency_s
+        if self.bytes_per_s is not None:
+            changes["bytes_per_s"] = self.bytes_per_s
+        return dataclasses.replace(PROFILES[name], **changes)
+
+
+class CentralSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """The one server of the central pool: its network interface, the lock that every operation takes in turn, what an operation
+    costs under it, and how many bytes it keeps."""
+
+    bytes_per_s: Annotated[float, Meta(gt=0)] = 1.25e9
+    lock_s: Seconds = 0.0002
+    pool_bytes: Annotated[int, Meta(gt=0)] = 64 << 30
+
+
+class FaultSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that goes wrong `at_s`, for `for_s` seconds, to `nodes` of the agents (numbers), or to a `share` of them.
+
+    Who belongs to a share is drawn at random. partition: they are cut off from the others, both ways. churn: all through
+    `for_s`, one of them after the other crashes and returns, `every_s`.
+    """
+
+    kind: Literal["crash", "restart", "freeze", "partition", "slow", "leave", "churn", "loss"]
+    at_s: Seconds
+    for_s: Seconds = 0.0
+    nodes: tuple[int, ...] = ()
+    share: Share = 0.0
+    every_s: Seconds = 1.0
+    factor: Annotated[float, Meta(ge=1)] = 10.0
+    keeps_state: bool = True
+    loss: Share = 0.1
+
+
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """See docs/simulator.md for every key."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    about: str = ""
+    agents: Annotated[int, Meta(ge=1, le=AGENTS_MAX)]
+    duration_s: Annotated[float, Meta(gt=0)]
+    warmup_s: Seconds = 0.0
+    """Prompts asked before this time are answered but not counted."""
+    seed: int = 0
+    costs: str = DEFAULT_TABLE
+    mode: Literal["exact", "balanced", "fast", "dense"] = "balanced"
+    profile: str = "smollm2-135m"
+    fabrics: tuple[Fabrics, ...] = ("none", "own", "central", "peers")
+    updates: Annotated[int, Meta(ge=0)] = 20
+    """Updates whose way to everybody is followed (fabric peers)."""
+    pool_bytes: Annotated[int, Meta(gt=0)] = 1 << 30
+    workload: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    network: NetworkSpec = NetworkSpec()
+    central: CentralSpec = CentralSpec()
+    protocol: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    faults: tuple[FaultSpec, ...] = ()
+
+    def make_workload(self) -> workloads.Workload | None:
+        """None: nobody is asked anything, only the protocol runs. Raises ConfigError."""
+        chosen = dict(self.workload)
+        kind = chosen.pop("kind", "none")
+        if kind == "none":
+            return None
+        if kind == "graph":
+            graph = make_graph(str(chosen.pop("graph", "full")), self.agents, self.seed)
+            return _build(workloads.Graph, {"graph": graph, **chosen}, "workload")
+        if kind not in workloads.KINDS:
+            known = ", ".join(["none", "graph", *workloads.KINDS])
+            raise ConfigError(f"workload kind {kind!r} is unknown: choose one of {known}")
+        made: workloads.Workload = _build(workloads.KINDS[kind], {"agents": self.agents, **chosen}, "workload")
+        return made
+
+    def node_config(self) -> NodeConfig:
+        """Settings of all nodes. Raises ConfigError."""
+        chosen = {"pool_bytes_max": self.pool_bytes, "peers_max": max(16, min(2 * self.agents, 2048)), **self.protocol}
+        if self.agents > 1024:
+            chosen["peers_max"] = self.agents
+        return _build(NodeConfig, chosen, "protocol")
+
+    def memory_bytes(self) -> int:
+        """About what the simulation needs, before it starts."""
+        return self.agents * (NODE_BYTES + PEER_BYTES * self.agents)
+
+
+def _build(kind: type[Any], chosen: Mapping[str, Any], where: str) -> Any:
+    known = [field.name for field in fields(kind)]
+    for key in chosen:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}.{key} is unknown: {hint}")
+    try:
+        built = kind(**chosen)
+    except (SettingsError, ConfigError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    _check_numbers(built, where)
+    return built
+
+
+def _check_numbers(built: Any, where: str) -> None:
+    """Counts, tokens and rates of a workload are above 0 and of the declared type."""
+    for field in fields(built):
+        value = getattr(built, field.name)
+        if field.type in ("int", "float") and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{where}.{field.name} must be a number, not {value!r}")
+        if field.type == "int" and not isinstance(value, int):
+            raise ConfigError(f"{where}.{field.name} must be a whole number, not {value!r}")
+        if field.type in ("int", "float") and value < (0 if field.name.endswith("exponent") else 1e-9):
+            raise ConfigError(f"{where}.{field.name} must be above 0, not {value!r}")
+
+
+def presets() -> list[str]:
+    """Names of the scenarios that come with the simulator."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_scenario(name: str, changes: Mapping[str, Any] | None = None) -> Scenario:
+    """A preset by name or a TOML file by path, with `changes` ("agents", "network.loss", …) put in its place.
+
+    Raises ConfigError with one message that names the key and the fix.
+    """
+    path = PRESETS / f"{name}.toml" if name in presets() else Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(name, presets(), 1)
+        hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(presets())}"
+        raise ConfigError(f"{name!r} is neither a preset nor a scenario file that exists; {hint}")
+    try:
+        written: dict[str, Any] = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    written.setdefault("name", path.stem)
+    for key, value in (changes or {}).items():
+        _put(written, key, value)
+    return check_scenario(written)
+
+
+def _put(written: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    for table in tables:
+        written = written.setdefault(table, {})
+        if not isinstance(written, dict):
+            raise ConfigError(f"{key}: {table} is no table")
+    written[last] = value
+
+
+def check_scenario(written: Mapping[str, Any]) -> Scenario:
+    """A scenario from parsed TOML; everything that can be checked without running it is. Raises ConfigError."""
+    try:
+        scenario = msgspec.convert(written, Scenario)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"scenario: {error}".replace("Object contains unknown field", "unknown key")) from error
+    scenario.make_workload()
+    scenario.node_config()
+    scenario.network.profiles()
+    for fault in scenario.faults:
+        if any(not 0 <= number < scenario.agents for number in fault.nodes):
+            raise ConfigError(f"faults: {fault.kind} names an agent that does not exist (agents = {scenario.agents})")
+        if fault.kind != "loss" and not fault.nodes and not fault.share:
+            raise ConfigError(f"faults: {fault.kind} hits nobody: set nodes or share")
+    if not scenario.fabrics:
+        raise ConfigError("fabrics is empty: nothing would be simulated")
+    if scenario.warmup_s >= scenario.duration_s:
+        raise ConfigError("warmup_s must be below duration_s, or nothing would be counted")
+    return scenario

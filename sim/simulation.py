@@ -1,0 +1,221 @@
+"""One scenario on one fabric, from the first join to the last answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.planning.types import Mode, ReuseRules
+from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, ModelId, NodeId
+from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.sim.agents import Outcome, Rules, SimAgent
+from kvcomm_p2p.sim.central import CentralFabric, CentralPool
+from kvcomm_p2p.sim.convergence import Convergence
+from kvcomm_p2p.sim.cost_table import CostTable
+from kvcomm_p2p.sim.fabrics import Fabric, OwnFabric, PeerFabric
+from kvcomm_p2p.sim.faults import Faults
+from kvcomm_p2p.sim.links import Links
+from kvcomm_p2p.sim.metrics import Observed
+from kvcomm_p2p.sim.process import Process, Promise, gather, spawn
+from kvcomm_p2p.sim.scenario import Scenario
+from kvcomm_p2p.sim.workloads import Step, Task, prompt_of, tokens_of, until
+from kvcomm_p2p.sim.world import Hardware, SimNode, World
+
+MODEL = ModelId(b"simulated model.")
+JOIN_SPREAD_S = 0.5
+"""Nodes are switched on within this time."""
+
+SETTLE_S = 3.0
+"""Time for joining before the first prompt; the scenario's times count from its end."""
+
+DRAIN_S = 600.0
+"""So long after the last arrival what was asked may still be answered."""
+
+Progress = Callable[[float], None]
+"""Told the simulated share of the run, 0 to 1."""
+
+
+class Simulation:
+    """Build with everything checked; `run` once."""
+
+    def __init__(
+        self, scenario: Scenario, fabric: str, table: CostTable, rules: ReuseRules, *, seed: int | None = None
+    ) -> None:
+        """`rules`: what the model's profile allows in the scenario's mode."""
+        self.scenario = scenario
+        self.fabric = fabric
+        self._table = table
+        self._seed = scenario.seed if seed is None else seed
+        self._rules = _rules_of(scenario, fabric, rules)
+        rng = random.Random(f"{scenario.name} {self._seed}")
+        inside, between = scenario.network.profiles()
+        self.world = World(
+            rng.getrandbits(64),
+            Links(random.Random(rng.getrandbits(64)), inside, between),
+            Hardware(digest_bytes_per_s=table.digest_bytes_per_s),
+        )
+        self._rng = rng
+        self._config = scenario.node_config()
+        self._believes = table.costs(
+            pull_latency_s=max(2 * inside.latency_s, 1e-4), pull_bytes_per_s=inside.bulk_bytes_per_s / 2
+        )
+        self._pool = CentralPool(self.world, scenario.central, inside) if fabric == "central" else None
+        self.agents: list[SimAgent] = []
+        self.observed = Observed(fabric, scenario.duration_s)
+        self._convergence = Convergence(self.world)
+
+    def run(self, progress: Progress = lambda share: None) -> Observed:
+        """Simulate. Times of outcomes count from the end of joining."""
+        self._populate()
+        self._advance(SETTLE_S, progress, 0.0)
+        self.world.frames.clear()
+        self.world.frame_bytes.clear()
+        control_before = list(self.world.frame_bytes_of)
+        origin_s = self.world.now
+        self._schedule_faults(origin_s)
+        self._follow_updates(origin_s)
+        finished = self._ask_all(origin_s)
+        self._advance(self.scenario.duration_s, progress, 0.0)
+        observed = self.observed
+        observed.control_bytes = [b - a for a, b in zip(control_before, self.world.frame_bytes_of, strict=True)]
+        observed.traffic, observed.frames = self.world.frame_bytes.copy(), self.world.frames.copy()
+        self.world.run(DRAIN_S, until=lambda: finished.done)
+        observed.outcomes = [replace(each, started_at=each.started_at - origin_s) for each in observed.outcomes]
+        observed.outcomes.sort(key=lambda each: (each.started_at, each.agent))
+        self._finish(observed)
+        return observed
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _populate(self) -> None:
+        alone = self.fabric != "peers"
+        for number in range(self.scenario.agents):
+            record = MemberRecord(
+                node_id=NodeId(self._rng.randbytes(NODE_ID_BYTES)),
+                epoch=1,
+                name=f"agent-{number}",
+                model_id=MODEL,
+                control=f"{_host(number)}:7000",
+                bulk=f"{_host(number)}:7001",
+            )
+            machine = self.world.add(record, self._config, site=number % self.scenario.network.sites)
+            if not alone and number:
+                at_s = self._rng.random() * JOIN_SPREAD_S
+                self.world.at(at_s, lambda machine=machine: self.world.join(machine, *self._seeds(machine)))  # type: ignore[misc]
+            fabric = self._fabric_of(machine)
+            seed = self._rng.getrandbits(64)
+            self.agents.append(SimAgent(number, fabric, self._table, self._rules, self._believes, seed))
+        if alone:
+            for machine in self.world.nodes:
+                machine.alone = True
+
+    def _seeds(self, machine: SimNode) -> list[str]:
+        first = self.world.nodes[: min(3, len(self.world.nodes))]
+        return [node.node.me.control for node in first if node is not machine]
+
+    def _fabric_of(self, machine: SimNode) -> Fabric:
+        if self._pool is not None:
+            return CentralFabric(self.world, machine, self._pool)
+        if self.fabric == "peers":
+            return PeerFabric(self.world, machine)
+        return OwnFabric(self.world, machine, keeps=self.fabric == "own")
+
+    def _advance(self, seconds: float, progress: Progress, since: float) -> None:
+        steps = 50
+        for step in range(steps):
+            self.world.run(seconds / steps)
+            progress((step + 1) / steps)
+
+    def _schedule_faults(self, origin_s: float) -> None:
+        if self.fabric != "peers":
+            return
+        faults = Faults(self.world, random.Random(self._rng.getrandbits(64)), lambda machine: self._seeds(machine)[0])
+        for fault in self.scenario.faults:
+            self.world.at(origin_s + fault.at_s, lambda fault=fault: faults.begin(fault))  # type: ignore[misc]
+
+    def _follow_updates(self, origin_s: float) -> None:
+        if self.fabric != "peers" or not self.scenario.updates or self.scenario.agents < 2:
+            return
+        step_s = self.scenario.duration_s / (self.scenario.updates + 1)
+        for number in range(self.scenario.updates):
+            machine = self._rng.choice(self.world.nodes)
+            self.world.at(
+                origin_s + step_s * (number + 1),
+                lambda machine=machine, number=number: self._convergence.publish(machine, number),  # type: ignore[misc]
+            )
+
+    def _ask_all(self, origin_s: float) -> Promise[list[None]]:
+        workload = self.scenario.make_workload()
+        if workload is None:
+            return gather([])
+        tasks = until(workload, random.Random(f"tasks {self._seed}"), self.scenario.duration_s)
+        done: list[Promise[None]] = []
+        for task in tasks:
+            promise: Promise[None] = Promise()
+            done.append(promise)
+            self.world.at(
+                origin_s + task.at_s,
+                lambda task=task, promise=promise: self._begin(task, promise),  # type: ignore[misc]
+            )
+        self.observed.unanswered = sum(len(task.steps) for task in tasks)
+        return gather(done)
+
+    def _begin(self, task: Task, promise: Promise[None]) -> None:
+        outputs: dict[int, str] = {number: f"{task.name}: answer {number}" for number in range(len(task.steps))}
+        answered = [Promise[None]() for _ in task.steps]
+        for number, step in enumerate(task.steps):
+            before = gather([answered[earlier] for earlier in step.after])
+            before.then(
+                lambda _, number=number, step=step: spawn(  # type: ignore[misc]
+                    self._step(number, step, outputs, answered[number])
+                )
+            )
+        gather(answered).then(lambda _: promise.resolve(None))
+
+    def _step(self, number: int, step: Step, outputs: dict[int, str], answered: Promise[None]) -> Process[None]:
+        prompt = prompt_of(step, outputs)
+        answer = tokens_of(outputs[number], step.answer_tokens)
+        outcome: Outcome = yield from self.agents[step.agent].answer(prompt, answer)
+        self.observed.outcomes.append(outcome)
+        self.observed.unanswered -= 1
+        answered.resolve(None)
+
+    def _finish(self, observed: Observed) -> None:
+        world = self.world
+        observed.steps = world.steps
+        observed.convergence_s = self._convergence.times_s()
+        observed.index_rows = [machine.node.stats().peer_anchors for machine in world.nodes if machine.up]
+        observed.served_bytes = list(world.payload_bytes_of)
+        if self._pool is not None:
+            observed.served_bytes = [self._pool.served_bytes]
+        observed.violations = sum(machine.node.stats().violations for machine in world.nodes if machine.up)
+        observed.false_deaths = _false_deaths(world)
+
+
+def _rules_of(scenario: Scenario, fabric: str, rules: ReuseRules) -> Rules:
+    if fabric == "none":
+        return Rules(Mode.DENSE, rules, MODEL)
+    if fabric == "own":
+        return Rules(Mode.EXACT, ReuseRules(approximate=False, reason="prefix cache"), MODEL)
+    return Rules(Mode(scenario.mode), rules, MODEL)
+
+
+def _host(number: int) -> str:
+    return f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
+
+
+def _false_deaths(world: World) -> int:
+    """Reports that a node is dead which was up and not frozen all the time, and within reach."""
+    return sum(report.change == "dead" and report.peer not in world.disturbed for _, _, report in world.reports)
+
+
+def check_fits(scenario: Scenario, memory_bytes: int) -> None:
+    """Raises ConfigError if the scenario needs more memory than there is."""
+    needed = scenario.memory_bytes()
+    if needed > memory_bytes:
+        raise ConfigError(
+            f"{scenario.agents} agents need about {needed / 1e9:.1f} GB, {memory_bytes / 1e9:.1f} GB are free: "
+            "lower agents"
+        )
