@@ -11,10 +11,15 @@ import typer
 from kvcomm_p2p import __version__
 from kvcomm_p2p.cli.bench import bench
 from kvcomm_p2p.cli.calibrate import calibrate
+from kvcomm_p2p.cli.doctor import doctor
 from kvcomm_p2p.cli.eval import evaluate
+from kvcomm_p2p.cli.keys import keys
 from kvcomm_p2p.cli.models import models
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, stdout, write_text
+from kvcomm_p2p.cli.peers import metrics, peers
+from kvcomm_p2p.cli.record import record as record_command
+from kvcomm_p2p.cli.record import recorded, replay
 from kvcomm_p2p.cli.setup import load_settings
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -29,7 +34,13 @@ app = typer.Typer(
 )
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 app.command()(calibrate)
+app.command()(peers)
+app.command()(doctor)
+app.command()(metrics)
+app.command()(record_command)
+app.command()(replay)
 app.command(name="eval")(evaluate)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
@@ -37,6 +48,12 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="MODEL", help="Name, hub id or folder of a model [default: smollm2-135m]."),
 ]
+
+RecordOption = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="DIR", help="Record everything that reaches the node; holds token ids."),
+]
+RedactOption = Annotated[bool, typer.Option("--redact", help="Replace token ids in the recording by digests.")]
 
 
 class Mode(str, enum.Enum):
@@ -82,6 +99,8 @@ def node(
         str, typer.Option(metavar="TEXT", help="System prompt of questions asked with `kvcomm ask`.")
     ] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Control port; 0 takes a free one.")] = 0,
+    record: RecordOption = None,
+    redact: RedactOption = False,
     as_json: AsJson = False,
     watch_parent: Annotated[bool, typer.Option("--watch-parent", hidden=True)] = False,
 ) -> None:
@@ -89,7 +108,7 @@ def node(
     from kvcomm_p2p.cli.node import NodeOptions, run_node
 
     options = NodeOptions(name, tuple(join or ()), model, role, system, port, as_json, watch_parent)
-    raise typer.Exit(run_node(options, load_settings()))
+    raise typer.Exit(run_node(options, recorded(load_settings(), record, redact)))
 
 
 @app.command()
@@ -103,6 +122,8 @@ def up(
         typer.Option("-n", "--count", min=1, max=NODES_MAX, metavar="COUNT", help="Start agent-1 to agent-N instead."),
     ] = None,
     model: ModelOption = None,
+    record: RecordOption = None,
+    redact: RedactOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Run several nodes in this terminal, each its own process, until Ctrl-C."""
@@ -116,8 +137,9 @@ def up(
     agents_file = numbered(count, model) if count is not None else read_agents_file(file or Path("agents.toml"))
     if model is not None:
         agents_file = replace(agents_file, model=model)
-    load_settings()
-    raise typer.Exit(run_up(agents_file, as_json=as_json))
+    recorded(load_settings(), record, redact)
+    flags = ["--record", str(record.absolute()), *(["--redact"] if redact else [])] if record is not None else []
+    raise typer.Exit(run_up(agents_file, as_json=as_json, flags=flags))
 
 
 @app.command()

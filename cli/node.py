@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvcomm_p2p.cli.outcome import ExitCode
 from kvcomm_p2p.cli.output import duration, emit, stdout
 from kvcomm_p2p.local_names import claim_name
+from kvcomm_p2p.logs import configure
 
 if TYPE_CHECKING:
     from kvcomm_p2p.agent import Agent
@@ -92,6 +93,7 @@ def run_node(options: NodeOptions, settings: Settings) -> ExitCode:
 
     Raises NameTakenError before anything heavy is loaded, and what starting an agent raises.
     """
+    configure(settings)
     parent = ParentWatch() if options.watch_parent else None
     claim = claim_name(settings.runtime_dir, options.name)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -53,13 +53,15 @@ class Terminal:
         self._out.print(f"{subject} ready: {hint} in another terminal; Ctrl-C ends them", markup=False, soft_wrap=True)
 
 
-def run_up(agents_file: AgentsFile, *, as_json: bool) -> ExitCode:
-    """Runs the nodes until Ctrl-C, or until all have ended."""
+def run_up(agents_file: AgentsFile, *, as_json: bool, flags: Sequence[str] = ()) -> ExitCode:
+    """Runs the nodes until Ctrl-C, or until all have ended. `flags`: more arguments of each `kvcomm node`."""
     names = [agent.name for agent in agents_file.agents]
     terminal = Terminal(names, as_json=as_json)
     ports = PortReservations(len(names))
     try:
         children = node_commands(agents_file, ports.ports)
+        for child in children:
+            child.arguments += flags
 
         async def run() -> ExitCode:
             return await Family(children, on_event=terminal.event, on_line=terminal.line).run()

@@ -9,6 +9,10 @@ connection cancels the request.
     {"op": "compare", "prompt", "slots", "tokens": 32}    -> {"event": "done", "comparison": {...}}
     {"op": "explain", "prompt", "slots", "mode"}          -> {"event": "done", "report": {...}}, of a plan, not carried out
     {"op": "explain", "last": true}                       -> {"event": "done", "report": {...}}, of the last request
+    {"op": "peers"}                                       -> {"event": "done", "peers": {...}}, see `watching.Watch.peers`
+    {"op": "inspect"}                                     -> {"event": "done", "inspect": {...}}, for `kvcomm doctor`
+    {"op": "metrics"}                                     -> {"event": "done", "metrics": str}, as Prometheus reads it
+    {"op": "recording"}                                   -> {"event": "done", "recording": {path, redacted}}
     {"op": "stop"}                                        -> {"event": "done"}, then the node leaves
     any                                                   -> {"event": "error", "kind": "UsageError", "message": "..."}
 """

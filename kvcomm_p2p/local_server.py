@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,18 @@ if TYPE_CHECKING:
     from kvcomm_p2p.agent import Agent
     from kvcomm_p2p.model.decoding import Sampling
     from kvcomm_p2p.report import PrefillReport
+    from kvcomm_p2p.watching import Watch
 
 REQUEST_WAIT_S = 5.0
 COMPARE_TOKENS_DEFAULT = 32
+
+WATCH_OPS: dict[str, Callable[[Watch], Any]] = {
+    "peers": lambda watch: watch.peers(),
+    "inspect": lambda watch: watch.inspect(),
+    "metrics": lambda watch: watch.metrics_text(),
+    "recording": lambda watch: watch.recording(),
+}
+"""Questions without parameters; each is answered under its own name."""
 
 _log = logging.getLogger(__name__)
 
@@ -114,11 +123,15 @@ class LocalServer:
             await self._compare(request, writer)
         elif op == "explain":
             await _send(writer, {"event": "done", "report": (await self._explained(request)).as_dict()})
+        elif op in WATCH_OPS:
+            answer = await asyncio.to_thread(WATCH_OPS[op], self._agent.watch())
+            await _send(writer, {"event": "done", op: answer})
         elif op == "stop":
             await _send(writer, {"event": "done"})
             self._stop_requested.set()
         else:
-            raise UsageError(f"unknown op {op!r}: use ask, status, compare, explain or stop")
+            known = ", ".join(sorted({"ask", "status", "compare", "explain", "stop", *WATCH_OPS}))
+            raise UsageError(f"unknown op {op!r}: use one of {known}")
 
     async def _ask(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
         stream = self._agent.stream(

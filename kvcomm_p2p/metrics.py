@@ -39,7 +39,9 @@ class MetricSpec:
 
 
 METRICS = (
-    MetricSpec("kvcomm_agent_info", "gauge", "Always 1; its labels say who this is.", ("name", "role", "node", "model")),
+    MetricSpec(
+        "kvcomm_agent_info", "gauge", "Always 1; its labels say who this is.", ("name", "role", "node", "model")
+    ),
     MetricSpec("kvcomm_requests", "counter", "Prompts that were filled."),
     MetricSpec("kvcomm_prompt_tokens", "counter", "Tokens of prompts, by how they were filled.", ("how",)),
     MetricSpec("kvcomm_misses", "counter", "What was found and not reused, by reason, as in reports.", ("reason",)),
@@ -48,11 +50,19 @@ METRICS = (
     MetricSpec("kvcomm_invalidations", "counter", "Own anchors that were evicted, forgotten or replaced."),
     MetricSpec("kvcomm_rejected_anchors", "counter", "Own anchors for which the pool had no room."),
     MetricSpec("kvcomm_prefill_seconds", "histogram", "Time from tokens to logits.", ("how",), "seconds"),
-    MetricSpec("kvcomm_prefill_phase_seconds", "counter", "Time spent in phases, which overlap.", ("phase",), "seconds"),
-    MetricSpec("kvcomm_wait_lost_seconds", "counter", "Time lost waiting for peers that did not deliver.", (), "seconds"),
+    MetricSpec(
+        "kvcomm_prefill_phase_seconds", "counter", "Time spent in phases, which overlap.", ("phase",), "seconds"
+    ),
+    MetricSpec(
+        "kvcomm_wait_lost_seconds", "counter", "Time lost waiting for peers that did not deliver.", (), "seconds"
+    ),
     MetricSpec("kvcomm_reused_likeness", "histogram", "How alike the contexts of reused runs were, 0 to 1."),
-    MetricSpec("kvcomm_divergence_nats", "histogram", "Divergence of reused prompts, estimated.", ("estimate",), "nats"),
-    MetricSpec("kvcomm_sync_seconds", "histogram", "From a publication until a peer says that it knows.", (), "seconds"),
+    MetricSpec(
+        "kvcomm_divergence_nats", "histogram", "Divergence of reused prompts, estimated.", ("estimate",), "nats"
+    ),
+    MetricSpec(
+        "kvcomm_sync_seconds", "histogram", "From a publication until a peer says that it knows.", (), "seconds"
+    ),
     MetricSpec("kvcomm_round_trip_seconds", "gauge", "Smoothed round trip to a peer.", ("peer",), "seconds"),
     MetricSpec("kvcomm_peers", "gauge", "Peers that are remembered, by state.", ("state",)),
     MetricSpec("kvcomm_anchors", "gauge", "Anchors held here, and known at peers.", ("where",)),
