@@ -92,6 +92,10 @@ class OriginLog:
         seq = self._seq_of.get(anchor_id)
         return None if seq is None else self._entries[seq]
 
+    def anchor_ids(self) -> list[AnchorId]:
+        """Anchors that the origin has now, in the order in which it told of them."""
+        return [entry.anchor_id for entry in self._entries.values() if isinstance(entry, Put)]
+
     def after(self, seq: int) -> list[Put | Del]:
         """Entries above `seq`, ascending. Costs as much as it returns."""
         news: list[Put | Del] = []

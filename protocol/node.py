@@ -199,8 +199,13 @@ class Node:
         are alive and not in the penalty box."""
         return self._shards.local(lookup)
 
+    def known_of(self, holder: NodeId) -> frozenset[AnchorId]:
+        """Anchors that the holder has, as far as its log is known here (this node's own log for itself)."""
+        log = self._community.replicas.log(holder)
+        return frozenset() if log is None else frozenset(log.anchor_ids())
+
     def knows(self, holder: NodeId, anchor_id: AnchorId) -> bool:
-        """Whether the holder's log, as far as it is known here, says that it has this anchor."""
+        """Whether the holder has this anchor, as far as its log is known here."""
         log = self._community.replicas.log(holder)
         return log is not None and isinstance(log.latest(anchor_id), Put)
 

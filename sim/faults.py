@@ -69,6 +69,7 @@ class Faults:
         inside = frozenset(machine.number for machine in hit)
         outside = frozenset(range(len(self.world.nodes))) - inside
         cuts = [Cut(inside, outside), Cut(outside, inside)]
+        self.world.disturbed |= {machine.node_id for machine in self.world.nodes}
         links.cuts += cuts
 
         def heal() -> None:
