@@ -83,7 +83,7 @@ class NodeProcess:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({"id": number, "do": do, **arguments}) + "\n")
             self._process.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: we closed its stdin
             self._fail(number, "has ended")
         return future
 

@@ -32,7 +32,7 @@ CONFIG = {
 }
 """Small pools, so that eviction never stops; short memories, so that a steady state is reached within minutes."""
 
-WARM_UP_S = 90.0
+WARM_UP_S = 300.0
 STABLE, CHURNING = 4, 4
 PULLS_AT_ONCE = 4
 SEGMENT_PREFIX = "kvcomm"
