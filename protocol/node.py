@@ -111,7 +111,7 @@ class Node:
         self._tokens = TokenRequests(config, self._penalties)
         self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
         self._counted = PeerStats(
-            me,
+            lambda: self.me,
             lambda peer: self._members.get(peer) is not None,
             self._penalties.left_s,
             lambda: self._community.replicas.own.max_seq,
@@ -261,6 +261,10 @@ class Node:
             invalidated=self._invalidated,
             sync_counts=tuple(self._counted.sync.counts),
             sync_sum_s=self._counted.sync.sum_s,
+            failed_probes=self._community.probes.failed,
+            refutations=self._members.refutations,
+            stalls=self._community.stalls,
+            local_trouble=self._community.health.trouble,
         )
 
     def _usable(self, holder: NodeId, meta: AnchorMeta) -> bool:

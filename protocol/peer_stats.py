@@ -31,8 +31,9 @@ from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import (
     GetTokens,
     MemberRecord,
-    Message,
     NoTokens,
+    Ping,
+    Pong,
     PullFailed,
     PullFailedReason,
     Syn,
@@ -40,9 +41,12 @@ from kvcomm_p2p.protocol.messages import (
     Tokens,
 )
 
+_ANSWERED: dict[type, type] = {Pong: Ping, Tokens: GetTokens, NoTokens: GetTokens}
+"""Questions whose round trip is measured, by their answers."""
+
 PEERS_COUNTED_MAX = 256
 QUESTIONS_MAX = 4096
-"""Fetches, token questions and gossip rounds whose answer is waited for."""
+"""Fetches, probes and questions for tokens whose answer is waited for."""
 
 ROUND_TRIP_WEIGHT = 0.125
 """Of the newest measurement in the mean, as in RFC 6298."""
@@ -94,12 +98,12 @@ class SyncTimes:
 
 
 class PeerStats:
-    """Counts by peer. `is_known` says whether a node is a peer (strangers are not counted), `penalty_left_s` how much
-    longer it is not asked, `own_seq` how long our own log is."""
+    """Counts by peer. `me` gives our own record as it is now; `is_known` says whether a node is a peer (strangers are not
+    counted), `penalty_left_s` how much longer it is not asked, `own_seq` how long our own log is."""
 
     def __init__(
         self,
-        me: MemberRecord,
+        me: Callable[[], MemberRecord],
         is_known: Callable[[NodeId], bool],
         penalty_left_s: Callable[[NodeId, float], float],
         own_seq: Callable[[], int],
@@ -179,8 +183,8 @@ class PeerStats:
         message = effect.message
         if effect.to is None:
             return
-        if isinstance(message, Syn | GetTokens):
-            self._asked_at[_question(effect.to, message)] = now
+        if isinstance(message, Ping | GetTokens):
+            self._asked_at[effect.to, type(message), _number(message)] = now
             if len(self._asked_at) > QUESTIONS_MAX:
                 del self._asked_at[next(iter(self._asked_at))]
         elif isinstance(message, PullFailed) and message.reason is PullFailedReason.BUSY:
@@ -190,8 +194,9 @@ class PeerStats:
 
     def _message(self, event: MessageReceived, effects: Sequence[Effect], now: float) -> None:
         sender, message = event.sender, event.message
-        if isinstance(message, SynAck | Tokens | NoTokens):
-            asked_at = self._asked_at.pop(_answered(sender, message), None)
+        question = _ANSWERED.get(type(message))
+        if question is not None:
+            asked_at = self._asked_at.pop((sender, question, _number(message)), None)
             counts = None if asked_at is None else self._of(sender)
             if counts is not None and asked_at is not None:
                 counts.round_trip(now - asked_at)
@@ -204,7 +209,7 @@ class PeerStats:
 
     def _digest(self, sender: NodeId, digest: Sequence[Any], now: float) -> None:
         """What a peer says of its own log, and how much of ours it knows."""
-        told, known = (_entry(digest, node) for node in (sender, self._me.node_id))
+        told, known = (_entry(digest, node) for node in (sender, self._me().node_id))
         if told is None and known is None:
             return
         counts = self._of(sender)
@@ -212,7 +217,7 @@ class PeerStats:
             return
         if told is not None:
             counts.told_seq = told.max_seq
-        mine = known is not None and known.epoch == self._me.epoch
+        mine = known is not None and known.epoch == self._me().epoch
         if mine and counts.known_seq < known.max_seq <= self._seq:
             before, counts.known_seq = counts.known_seq, known.max_seq
             for seq, at in self._news:
@@ -252,15 +257,9 @@ class PeerStats:
             counts.penalised_until = now + left_s
 
 
-def _question(peer: NodeId, message: Syn | GetTokens) -> tuple[NodeId, type, int]:
-    return peer, type(message), message.request_id if isinstance(message, GetTokens) else 0
-
-
-def _answered(peer: NodeId, message: Message) -> tuple[NodeId, type, int]:
-    """The question that this message answers."""
-    if isinstance(message, Tokens | NoTokens):
-        return peer, GetTokens, message.request_id
-    return peer, Syn, 0
+def _number(message: Any) -> int:
+    """Of a question or answer: what tells it from others of its type."""
+    return int(message.request_id) if hasattr(message, "request_id") else int(message.seq)
 
 
 def _entry(digest: Sequence[Any], node: NodeId) -> Any:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -63,8 +63,10 @@ class Recorder:
         self._events = 0
         self._flushed_at = 0.0
 
-    def begin(self, config: NodeConfig, me: MemberRecord, rng: random.Random, now: float) -> None:
-        """Before the node is made from the same values."""
+    def begin(
+        self, config: NodeConfig, me: MemberRecord, rng: random.Random, now: float, more: Mapping[str, Any]
+    ) -> None:
+        """Before the node is made from the same values. `more`: its other arguments, numbers and tuples of texts."""
         version, state, gauss = rng.getstate()
         self._flushed_at = now
         head = {
@@ -76,6 +78,7 @@ class Recorder:
             "me": _plain(me),
             "rng": [version, list(state), gauss],
             "now": now,
+            "more": dict(more),
         }
         self._write(head)
 
@@ -132,11 +135,12 @@ class RecordedNode(Node):
     """A node that shows its recorder every event with its effects."""
 
     def __init__(
-        self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float, recorder: Recorder
+        self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float, recorder: Recorder, **more: Any
     ) -> None:
-        recorder.begin(config, me, rng, now)
+        """`more`: other arguments of `Node`."""
+        recorder.begin(config, me, rng, now, more)
         self._recorder = recorder
-        super().__init__(config, me=me, rng=rng, now=now)
+        super().__init__(config, me=me, rng=rng, now=now, **more)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """See `Node.handle`."""
@@ -160,13 +164,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`end`: why it ended ("closed", "full", "copied"); "" for a file that was cut off: `steps` are then those before the
-    cut."""
+    """`more`: other arguments of the node. `end`: why it ended ("closed", "full", "copied"); "" for a file that was cut off:
+    `steps` are then those before the cut."""
 
     config: NodeConfig
     me: MemberRecord
     rng_state: tuple[Any, ...]
     now: float
+    more: Mapping[str, Any]
     redacted: bool
     steps: tuple[Step, ...]
     end: str
@@ -175,7 +180,7 @@ class Recording:
         """A fresh node, as it was when recording began."""
         rng = random.Random()
         rng.setstate(self.rng_state)
-        return Node(self.config, me=self.me, rng=rng, now=self.now)
+        return Node(self.config, me=self.me, rng=rng, now=self.now, **self.more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +215,9 @@ def read_recording(path: Path) -> Recording:
         config, me = (_value(head[name], kind) for name, kind in (("config", NodeConfig), ("me", MemberRecord)))
     except (msgspec.ValidationError, msgpack.UnpackException, KeyError, TypeError, ValueError) as error:
         raise RecordingError(f"{path} is damaged after {len(steps):,} events: {error!s:.200}") from None
-    return Recording(config, me, (version, tuple(state), gauss), head["now"], head["redacted"], tuple(steps), end)
+    more = {name: tuple(value) if isinstance(value, list) else value for name, value in head["more"].items()}
+    state = (version, tuple(state), gauss)
+    return Recording(config, me, state, head["now"], more, head["redacted"], tuple(steps), end)
 
 
 def replay(recording: Recording) -> Replay:

@@ -57,7 +57,15 @@ class RecordedNetwork(Network):
         recorder = Recorder(self.folder / f"{index}.kvrec", redact=self.redact)
         self.recorders.append(recorder)
         me = record(index, **changes)
-        made = RecordedNode(config or CONFIG, me=me, rng=random.Random(f"{index}"), now=self.now, recorder=recorder)
+        made = RecordedNode(
+            config or CONFIG,
+            me=me,
+            rng=random.Random(f"{index}"),
+            now=self.now,
+            recorder=recorder,
+            incarnation=index,
+            addresses=("10.0.0.1:1000",),
+        )
         self.nodes[node_id] = made
         return node_id
 
@@ -98,7 +106,7 @@ def history(folder: Path, seed: int, *, redact: bool = False, steps: int = 25) -
 
 @pytest.mark.parametrize("redact", [False, True])
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_history_replays_exactly(tmp_path: Path, redact: bool, seed: int) -> None:
     for path in history(tmp_path / f"{seed}-{redact}-{random.random()}", seed, redact=redact):
         recording = read_recording(path)
@@ -133,6 +141,7 @@ def test_other_random_numbers_or_settings_are_noticed(recording: Recording) -> N
         replace(recording, config=replace(recording.config, gossip_interval_s=0.07)),
         replace(recording, me=msgspec.structs.replace(recording.me, name="somebody")),
         replace(recording, now=recording.now + 0.01),
+        replace(recording, more={"incarnation": 3}),
     ):
         assert replay(changed).differs_at is not None
 

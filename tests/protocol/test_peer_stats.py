@@ -107,7 +107,7 @@ def test_times_until_peers_know_are_measured_by_one_clock() -> None:
 
 def test_strangers_are_not_counted_and_the_table_is_bounded() -> None:
     known: set[NodeId] = set()
-    stats = PeerStats(record(0), known.__contains__, lambda peer, now: 0.0, lambda: 0)
+    stats = PeerStats(lambda: record(0), known.__contains__, lambda peer, now: 0.0, lambda: 0)
     for index in range(1, 2 * PEERS_COUNTED_MAX):
         peer = record(index).node_id
         stats.violated(peer)
@@ -125,7 +125,7 @@ def test_strangers_are_not_counted_and_the_table_is_bounded() -> None:
 
 
 def test_who_is_forgotten_is_no_longer_counted() -> None:
-    stats = PeerStats(record(0), lambda peer: True, lambda peer, now: 0.0, lambda: 0)
+    stats = PeerStats(lambda: record(0), lambda peer: True, lambda peer, now: 0.0, lambda: 0)
     stats.violated(record(1).node_id)
     stats.forget(record(1).node_id)
     assert len(stats) == 0
