@@ -24,11 +24,11 @@ BLOCKS, BLOCK_BYTES = 16, 4 << 20
 
 
 @contextmanager
-def holder_process() -> Iterator[tuple[int, str]]:
+def holder_process(*options: str) -> Iterator[tuple[int, str]]:
     """(pid, control address) of a process that holds anchor 1."""
     script = Path(__file__).with_name("holder_process.py")
     process = subprocess.Popen(
-        [sys.executable, str(script), "1", str(BLOCKS), str(BLOCK_BYTES)],
+        [sys.executable, str(script), "1", str(BLOCKS), str(BLOCK_BYTES), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
