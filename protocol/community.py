@@ -117,6 +117,13 @@ class Community:
             self.members.stalled(late_s)
             self.probes.stalled(late_s)
 
+    def unsubscribe(self) -> None:
+        """Keep no index of peers' anchors from now on."""
+        self.exchange.subscribed = False
+        for peer in self.members:
+            self.replicas.forget(peer.node_id)
+            self.directory.remove_holder(peer.node_id)
+
     def heard(self, sender: NodeId, now: float) -> None:
         """An authenticated message of `sender` is here: it lives."""
         self.members.heard(sender, now)

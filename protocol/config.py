@@ -14,6 +14,8 @@ PEERS_MAX_MAX = 2048
 DELTA_BYTES_MAX_MAX = 128 * 1024
 """Digests of PEERS_MAX_MAX peers and a delta of this size still fit in one control frame together."""
 
+DIRECTORY_MODES = ("auto", "full", "sharded")
+
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
@@ -90,6 +92,20 @@ class NodeConfig:
     directory_anchors_max: int = 200_000
     """Anchors of peers remembered in all. Past it, peers with news are followed no further until others leave."""
 
+    directory: str = "auto"
+    """Who knows which anchors are where. "full": this node keeps an index of everybody's; "sharded": it asks the owners of
+    shards; "auto": full while the two limits below allow it."""
+
+    directory_bytes_max: int = 256_000_000
+    """Bytes that a full index may take. Larger: lookups stay local in larger clusters, more memory is used."""
+
+    directory_bytes_per_s_max: int = 256_000
+    """Bytes per second of news that a full index may need. Larger: lookups stay local in busier clusters."""
+
+    lookup_timeout_s: float = 0.1
+    """Seconds that a lookup waits for owners of shards. Larger: more is found while peers are slow, a frozen peer costs a
+    request more."""
+
     penalty_first_s: float = 1.0
     """Seconds that a peer is not asked after it failed to deliver; doubles each time in a row."""
 
@@ -98,7 +114,7 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         problems = self._bad_numbers()
-        if all(isinstance(getattr(self, field.name), int | float | bytes) for field in fields(self)):
+        if all(isinstance(getattr(self, field.name), int | float | bytes) or field.name == "directory" for field in fields(self)):
             problems += self._bad_relations()
         if problems:
             raise SettingsError(tuple(problems))
@@ -110,6 +126,9 @@ class NodeConfig:
             if field.name == "cluster_id":
                 if not isinstance(value, bytes) or len(value) != CLUSTER_ID_BYTES:
                     problems.append(f"cluster_id must be {CLUSTER_ID_BYTES} bytes")
+            elif field.name == "directory":
+                if value not in DIRECTORY_MODES:
+                    problems.append(f"directory must be one of {', '.join(DIRECTORY_MODES)}, not {value!r}")
             elif isinstance(value, bool) or not isinstance(value, int | float):
                 problems.append(f"{field.name} must be a number, not {value!r}")
             elif not (math.isfinite(value) and 0 < value <= COUNTER_MAX):

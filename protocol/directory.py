@@ -38,7 +38,7 @@ class _Row(NamedTuple):
 
 
 class Directory:
-    """Anchors of this node (`me`) and of its peers."""
+    """Anchors of this node (`me`) and of its peers. `added` counts additions since the beginning."""
 
     def __init__(self, me: NodeId) -> None:
         self._me = me
@@ -54,6 +54,7 @@ class Directory:
         self._tail_size = 0
         self._joined_tail: tuple[_U32, _Rows] | None = None
         self._dead_size = 0
+        self.added = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,6 +65,7 @@ class Directory:
     def add(self, holder: NodeId, meta: AnchorMeta) -> None:
         """`holder` has this anchor; replaces what was known of it there."""
         self.remove(holder, meta.anchor_id)
+        self.added += 1
         row, self._next_row = self._next_row, self._next_row + 1
         self._rows[row] = _Row(holder, meta)
         self._of_holder.setdefault(holder, {})[meta.anchor_id] = row

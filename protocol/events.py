@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.messages import MemberRecord, Message, RefusedReason, SharedBlock
 
 
@@ -110,6 +111,16 @@ class AnchorsUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class LookupRequested:
+    """Which anchors share something with a prompt? Answered once by FinishLookup, by `deadline`: within the same call
+    where this node has a full index, after asking owners of shards (at most `lookup_timeout_s`) where it has not."""
+
+    request_id: int
+    lookup: Lookup
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokensRequested:
     """Bring token ids and block digests of one anchor of `holder`. Answered once by FinishTokens, by `deadline`."""
 
@@ -197,6 +208,7 @@ Event = Union[
     AnchorsPublished,
     AnchorsForgotten,
     AnchorsUsed,
+    LookupRequested,
     TokensRequested,
     FetchRequested,
     FetchCancelled,
@@ -330,6 +342,15 @@ class AnchorTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishLookup:
+    """Terminal answer to LookupRequested. `wait_lost_s`: seconds that were spent on peers that did not answer."""
+
+    request_id: int
+    result: LookupResult
+    wait_lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FinishTokens:
     """Terminal answer to TokensRequested."""
 
@@ -407,6 +428,7 @@ Effect = Union[
     DropBlock,
     RetainBlock,
     FinishFetch,
+    FinishLookup,
     FinishTokens,
     FinishJoin,
     SaveState,

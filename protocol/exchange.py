@@ -25,7 +25,8 @@ from kvcomm_p2p.protocol.messages import (
 class Exchange:
     """Keeps the replicated logs, and what they say about the directory, in step with peers.
 
-    `carry_out` turns changes of membership into effects and takes their consequences.
+    `carry_out` turns changes of membership into effects and takes their consequences. `subscribed`: peers' logs are wanted;
+    if not, they look complete in digests, and what comes is used for its member records alone.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Exchange:
         self._directory = directory
         self._carry_out = carry_out
         self.unknown_senders = 0
+        self.subscribed = True
 
     def begin(self, peer: Peer, now: float) -> SendMessage:
         """The first leg."""
@@ -73,7 +75,7 @@ class Exchange:
         members = self._members
         known = [Known(members.me, members.incarnation, True)]
         known += [
-            Known(peer.record, peer.incarnation, peer.state is not Status.LEFT, peer.state)
+            Known(peer.record, peer.incarnation, self.subscribed and peer.state is not Status.LEFT, peer.state)
             for peer in members.told(now)
         ]
         known.sort(key=lambda item: item.member.node_id)
@@ -99,7 +101,8 @@ class Exchange:
             effects += self._carry_out(self._members.learn(delta.member, delta.incarnation, now))
             origin = delta.member.node_id
             peer = self._members.get(origin)
-            if peer is None or peer.state is Status.LEFT or peer.record.epoch != delta.member.epoch:
+            wanted = self.subscribed and peer is not None and peer.state is not Status.LEFT
+            if not wanted or peer is None or peer.record.epoch != delta.member.epoch:
                 continue
             change = self._replicas.apply(delta)
             if change is None:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from kvcomm_p2p.protocol.anchors import AnchorMeta, MissReason
 from kvcomm_p2p.protocol.ids import ChainHash, ModelId, NodeId
 
-
 LANDMARKS_ASKED_MAX = 256
 """Fingerprints for which shard owners are asked where a lookup names no landmarks, or more than these."""
 

@@ -63,6 +63,22 @@ from kvcomm_p2p.protocol.messages.pulls import (
     PullFailedReason,
     SharedBlock,
 )
+from kvcomm_p2p.protocol.messages.shards import (
+    AGE_S_MAX,
+    ANSWER_ROWS_MAX,
+    ASK_ANCHORS_MAX,
+    ASK_CHAINS_MAX,
+    ASK_FINGERPRINTS_MAX,
+    ASK_SHARDS_MAX,
+    ASK_SKETCHES_MAX,
+    REGISTER_ROWS_MAX,
+    SHARD_DIGEST_BYTES,
+    ShardAnswer,
+    ShardAsk,
+    ShardRegister,
+    ShardResend,
+    ShardRow,
+)
 from kvcomm_p2p.protocol.messages.tokens import GetTokens, NoTokens, Tokens
 
 Message = Union[
@@ -86,10 +102,21 @@ Message = Union[
     PingRequest,
     Pong,
     NoPong,
+    ShardRegister,
+    ShardResend,
+    ShardAsk,
+    ShardAnswer,
 ]
 
 __all__ = [
     "ADDRESS_CHARS_MAX",
+    "AGE_S_MAX",
+    "ANSWER_ROWS_MAX",
+    "ASK_ANCHORS_MAX",
+    "ASK_CHAINS_MAX",
+    "ASK_FINGERPRINTS_MAX",
+    "ASK_SHARDS_MAX",
+    "ASK_SKETCHES_MAX",
     "BLOCKS_PER_ANCHOR_MAX",
     "BLOCK_BYTES_MAX",
     "CLUSTER_ID_BYTES",
@@ -109,8 +136,10 @@ __all__ = [
     "PUBLIC_KEY_BYTES",
     "PULL_BLOCKS_MAX",
     "REFERRALS_MAX",
+    "REGISTER_ROWS_MAX",
     "RETRY_AFTER_S_MAX",
     "RUMOURS_MAX",
+    "SHARD_DIGEST_BYTES",
     "SHARED_BYTES_MAX",
     "SIGNATURE_BYTES",
     "SIMHASHES_BYTES",
@@ -141,6 +170,11 @@ __all__ = [
     "Refused",
     "RefusedReason",
     "Rumour",
+    "ShardAnswer",
+    "ShardAsk",
+    "ShardRegister",
+    "ShardResend",
+    "ShardRow",
     "SharedBlock",
     "Status",
     "Syn",
