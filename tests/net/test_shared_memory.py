@@ -45,7 +45,7 @@ def open_descriptors() -> list[str]:
     named = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            named.append(os.readlink(entry))
+            named.append(str(entry.readlink()))
         except FileNotFoundError:  # the one that lists
             continue
     return sorted(named)
@@ -62,12 +62,12 @@ def garbage_of_others_is_gone() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before, mapped, files = open_descriptors(), mappings(), sorted(os.listdir("/dev/shm"))
+    before, mapped, files = open_descriptors(), mappings(), sorted(Path("/dev/shm").iterdir())
     yield
     gc.collect()
     assert open_descriptors() == before
     assert mappings() == mapped
-    assert sorted(os.listdir("/dev/shm")) == files
+    assert sorted(Path("/dev/shm").iterdir()) == files
 
 
 def region_with(content: bytes) -> Region:

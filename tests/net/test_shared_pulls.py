@@ -28,7 +28,7 @@ SMALL = 1 << 16
 
 def descriptors() -> int:
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def mappings() -> int:
@@ -100,7 +100,7 @@ def test_blocks_of_another_process_are_mapped_not_sent() -> None:
 
 def test_what_was_mapped_survives_a_holder_that_is_killed() -> None:
     """In the middle of a pull: the rest is missed at once, nothing stays in any file system, no descriptor stays open."""
-    before, files = (descriptors(), mappings()), sorted(os.listdir("/dev/shm"))
+    before, files = (descriptors(), mappings()), sorted(Path("/dev/shm").iterdir())
     with (
         holder_process("shared") as (pid, address),
         TestNode("puller", ZmqTransport(), shared=SharedMemory()) as puller,
@@ -114,7 +114,7 @@ def test_what_was_mapped_survives_a_holder_that_is_killed() -> None:
             if not killed:
                 killed.append(time.monotonic())
                 os.kill(pid, signal.SIGKILL)
-                assert wait_until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"))
+                assert wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists())
             return ok
 
         puller.store.adopt_shared = kill_after_the_first  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ def test_what_was_mapped_survives_a_holder_that_is_killed() -> None:
         assert result.found and result.wait_lost_s <= 0.25
         assert {miss.reason for miss in result.missed.values()} <= {MissReason.UNREACHABLE, MissReason.STALLED}
         check_outcome(puller, result)
-        assert sorted(os.listdir("/dev/shm")) == files
+        assert sorted(Path("/dev/shm").iterdir()) == files
     assert (descriptors(), mappings()) == before
 
 
