@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.protocol.ids import NodeId
 
-PEER_FRAMES_PER_S = 5_000.0
+PEER_FRAMES_PER_S = 4_000.0
 PEER_BYTES_PER_S = 32.0 * (1 << 20)
 """Of frames without payload: payloads come only as far as they were asked for."""
 
-BURST_S = 4.0
+BURST_S = 2.0
 """What was not used for this long may be used at once."""
 
 PEERS_COUNTED_MAX = 4096
