@@ -49,7 +49,8 @@ class PeerView:
 class NodeStats:
     """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason.
     `invalidated`: own anchors that were evicted, forgotten or replaced. `sync_counts`, `sync_sum_s`: see
-    `peer_stats.SyncTimes`."""
+    `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly; `stalls`: how often we came late to our
+    own timers; `local_trouble`: 0 (well) to 7, how much more patient that makes us now."""
 
     pool_bytes: int
     pool_anchors: int
@@ -72,6 +73,10 @@ class NodeStats:
     invalidated: int = 0
     sync_counts: tuple[int, ...] = ()
     sync_sum_s: float = 0.0
+    failed_probes: int = 0
+    refutations: int = 0
+    stalls: int = 0
+    local_trouble: int = 0
 
 
 def counts_view(counts: PeerCounts) -> dict[str, Any]:

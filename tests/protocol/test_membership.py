@@ -274,7 +274,7 @@ def test_the_gone_are_forgotten_but_old_news_does_not_bring_them_back() -> None:
         assert node.peers() == ()
         delta = m.OriginDelta(FRIEND, 4, False, 0, 1, 0, (m.Put.of(1, meta("doc")),))
         for stale in (ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), hello(FRIEND), claim(FRIEND, ALIVE, 9)):
-            effects = node.handle(stale, 31.0)
+            node.handle(stale, 31.0)
             assert node.peers() == () and node.stats().peer_anchors == 0
         assert sent(node.handle(hello(FRIEND), 31.0))[0].rumours, "it is told why it does not get in"  # type: ignore
         higher = record(1, epoch=2) if end is LEFT else FRIEND
