@@ -343,11 +343,10 @@ class AnchorTokens:
 
 @dataclass(frozen=True, slots=True)
 class FinishLookup:
-    """Terminal answer to LookupRequested. `wait_lost_s`: seconds that were spent on peers that did not answer."""
+    """Terminal answer to LookupRequested."""
 
     request_id: int
     result: LookupResult
-    wait_lost_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,10 @@ class LookupResult:
     neighbours of every hit in the same sequence and holder (matches 0), since an equal run may reach into them.
 
     `miss` says why there is nothing at all: NOT_FOUND, or MODEL_MISMATCH when only anchors of other models would have
-    been hit, or DEADLINE when owners of shards did not answer in time.
+    been hit, or DEADLINE when owners of shards did not answer in time. `wait_lost_s`: seconds spent on peers that did
+    not answer.
     """
 
     hits: tuple[AnchorHit, ...]
     miss: MissReason | None
+    wait_lost_s: float = 0.0

@@ -352,7 +352,7 @@ class Node:
 
     def _on_lookup(self, event: LookupRequested, now: float) -> list[Effect]:
         if self._left:
-            return [FinishLookup(event.request_id, self.find(event.lookup), 0.0)]
+            return [FinishLookup(event.request_id, self.find(event.lookup))]
         return self._shards.requested(event, now)
 
     def _on_tokens_requested(self, event: TokensRequested, now: float) -> list[Effect]:

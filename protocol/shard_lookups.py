@@ -315,7 +315,7 @@ class ShardLookups:
             result = replace(result, miss=MissReason.MODEL_MISMATCH)
         elif result.miss is MissReason.NOT_FOUND and lookup.silent and not all(lookup.answered):
             result = replace(result, miss=MissReason.DEADLINE)
-        return FinishLookup(lookup.event.request_id, result, lookup.lost_s if lookup.silent else 0.0)
+        return FinishLookup(lookup.event.request_id, replace(result, wait_lost_s=lookup.lost_s))
 
 
 def _keys(lookup: Lookup, landmarks: list[int]) -> list[_Key]:

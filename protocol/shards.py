@@ -117,7 +117,7 @@ class Shards:
     def requested(self, event: LookupRequested, now: float) -> list[Effect]:
         """Answer at once from a full index, or ask. Raises ValueError for a request id that is in use."""
         if not self.mode.active(now):
-            return [FinishLookup(event.request_id, self.local(event.lookup), 0.0)]
+            return [FinishLookup(event.request_id, self.local(event.lookup))]
         self._look_around(now)
         assert self._table is not None
         known = self._owned.copy()

@@ -32,9 +32,11 @@ from kvcomm_p2p.protocol.events import (
     FetchRequested,
     FinishFetch,
     FinishJoin,
+    FinishLookup,
     FinishTokens,
     JoinRequested,
     LeaveRequested,
+    LookupRequested,
     TokensRequested,
     Want,
 )
@@ -49,6 +51,9 @@ FLUSH_S = 0.2
 
 TOKENS_DEADLINE_S = 1.0
 """Outer bound of `Driver.tokens`; a silent peer ends it much earlier (NodeConfig.tokens_timeout_s)."""
+
+LOOKUP_DEADLINE_S = 1.0
+"""Outer bound of `Driver.find`; silent peers end it much earlier (NodeConfig.lookup_timeout_s)."""
 
 T = TypeVar("T")
 
@@ -119,6 +124,7 @@ class Driver:
         self._running: set[concurrent.futures.Future[Any]] = set()
         self._next_id = 1
         self._fetches: dict[int, tuple[asyncio.Future[FetchResult], tuple[Want, ...]]] = {}
+        self._lookups: dict[int, asyncio.Future[LookupResult]] = {}
         self._tokens: dict[int, asyncio.Future[TokensResult]] = {}
         self._join: asyncio.Future[FinishJoin] | None = None
 
@@ -266,9 +272,19 @@ class Driver:
         self._require_running()
         self._interpreter.handle(AnchorsUsed(tuple(anchor_ids)))
 
-    def find(self, lookup: Lookup) -> LookupResult:
-        """Loop. What the cluster has for a prompt."""
-        return self._interpreter.node.find(lookup)
+    async def find(self, lookup: Lookup, deadline_s: float = LOOKUP_DEADLINE_S) -> LookupResult:
+        """Loop. What the cluster has for a prompt: at once from a full index, otherwise after asking (see
+        `LookupRequested`)."""
+        if self._stop.is_set():
+            return LookupResult((), MissReason.SHUTDOWN)
+        request_id = self._take_id()
+        future: asyncio.Future[LookupResult] = self._loop.create_future()
+        self._lookups[request_id] = future
+        try:
+            self._interpreter.handle(LookupRequested(request_id, lookup, self._loop.time() + deadline_s))
+            return await future
+        finally:
+            self._lookups.pop(request_id, None)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
         """Loop. An anchor of the own pool."""
@@ -305,6 +321,10 @@ class Driver:
     def _on_finish(self, finish: Finish) -> None:
         if isinstance(finish, FinishFetch):
             self._finish_fetch(finish)
+        elif isinstance(finish, FinishLookup):
+            asked = self._lookups.get(finish.request_id)
+            if asked is not None and not asked.done():
+                asked.set_result(finish.result)
         elif isinstance(finish, FinishTokens):
             waiting = self._tokens.get(finish.request_id)
             if waiting is not None and not waiting.done():
@@ -337,6 +357,9 @@ class Driver:
             if not future.done():
                 future.set_result(FetchResult({}, {want.key: miss for want in wants}, 0.0))
         self._fetches.clear()
+        for asked in self._lookups.values():
+            if not asked.done():
+                asked.set_result(LookupResult((), MissReason.SHUTDOWN))
         for waiting in self._tokens.values():
             if not waiting.done():
                 waiting.set_result(TokensResult(miss, 0.0))

@@ -31,6 +31,7 @@ from kvcomm_p2p.protocol.events import (
     Event,
     FinishFetch,
     FinishJoin,
+    FinishLookup,
     FinishTokens,
     MessageReceived,
     PeerUnreachable,
@@ -61,7 +62,7 @@ log = logging.getLogger("kvcomm_p2p.net")
 MakeNode = Callable[[Addresses, float], Node]
 """Makes the node once its addresses are known; the second argument is the time now."""
 
-Finish = FinishFetch | FinishTokens | FinishJoin
+Finish = FinishFetch | FinishLookup | FinishTokens | FinishJoin
 
 
 class Interpreter:
@@ -103,6 +104,7 @@ class Interpreter:
             DropBlock: self._drop_block,
             RetainBlock: lambda effect: self._store.retain(effect.handle),
             FinishFetch: on_finish,
+            FinishLookup: on_finish,
             FinishTokens: on_finish,
             FinishJoin: on_finish,
             ReportPeer: self._report_peer,

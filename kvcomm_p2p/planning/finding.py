@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.landmarks import landmarks
 from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.simhash import window_sketches
 from kvcomm_p2p.planning.stretches import (
@@ -120,11 +121,13 @@ class Finding:
         """Donors for a prompt (uint32 [T]) and the names of its short contents."""
         lookup: Lookup = yield Compute(lambda: self._lookup(token_ids, marks))
         result: LookupResult = yield AskDirectory(lookup)
+        lost = result.wait_lost_s
         if _matched(result) < SKETCHED_BELOW * len(lookup.fingerprints):
             # Little is equal: perhaps much is nearly equal.
             sketches = yield Compute(lambda: window_sketches(token_ids, self._key))
             lookup = replace(lookup, sketches=sketches)
             result = yield AskDirectory(lookup)
+            lost += result.wait_lost_s
         failed: dict[NodeId, Miss] = {}
         hits = self._sound((*result.hits, *self._own_beginnings(lookup, result)), failed)
         stretches = self._stretches(hits, lookup)
@@ -137,15 +140,15 @@ class Finding:
         }
         wanted = tuple(each for key, each in every.items() if key not in self._known)
         answers: list[tuple[AnchorTokens | Miss, float]] = (yield AskTokens(wanted)) if wanted else []
-        lost = 0.0
+        lost_here = 0.0
         for (holder, anchor), (answer, lost_s) in zip(wanted, answers, strict=True):
-            lost = max(lost, lost_s)
+            lost_here = max(lost_here, lost_s)
             miss = answer if isinstance(answer, Miss) else self._contradiction(anchor, answer)
             if miss is not None:
                 failed.setdefault(holder, miss)
             elif isinstance(answer, AnchorTokens):
                 self._remember(holder, anchor.anchor_id, answer)
-        return self._assemble(stretches, result, failed, lost)
+        return self._assemble(stretches, result, failed, lost + lost_here)
 
     def forget(self, holder: NodeId, anchor_id: AnchorId) -> None:
         """What this holder said of this anchor turned out wrong."""
@@ -169,10 +172,12 @@ class Finding:
         return holder != self._me or prefix_tokens < anchor.end
 
     def _lookup(self, token_ids: npt.NDArray[np.uint32], marks: Sequence[ContentMark]) -> Lookup:
-        values, _ = fingerprints(token_ids, self._key)
+        values, positions = fingerprints(token_ids, self._key)
         named = np.array([mark.fingerprint for mark in marks], dtype=np.uint32)
         chains = tuple(chain_hashes(token_ids, self._key, self._model_id))
-        return Lookup(self._model_id, chains, np.unique(np.concatenate((values, named))))
+        chosen = np.union1d(values[landmarks(values, positions, len(token_ids))], named)
+        everything = np.unique(np.concatenate((values, named)))
+        return Lookup(self._model_id, chains, everything, landmarks=tuple(chosen.tolist()))
 
     def _own_beginnings(self, lookup: Lookup, result: LookupResult) -> list[AnchorHit]:
         """Own sequences that begin with the prompt's first block, whatever else they share with it."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import ChainHasher, TokenIds, anchor_id, sequence_id
+from kvcomm_p2p.planning.landmarks import landmarks
 from kvcomm_p2p.planning.simhash import simhash
 from kvcomm_p2p.planning.winnow import EQUAL_TOKENS_MIN, ContentMark, fingerprints
 from kvcomm_p2p.protocol.anchors import (
@@ -34,10 +35,11 @@ class VisibilityMark(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """An anchor and its token ids: uint32 [meta.tokens], read-only, a copy."""
+    """An anchor, its token ids (uint32 [meta.tokens], read-only, a copy) and its landmarks."""
 
     meta: AnchorMeta
     token_ids: TokenIds
+    landmarks: tuple[int, ...] = ()
 
 
 class _Region(NamedTuple):
@@ -155,12 +157,16 @@ class _Cutter:
         if name is None or not repaired:
             name = sequence_id(ends[-1], self._key, self._variant if repaired else b"")
         values, positions = fingerprints(self._tokens[: region.end], self._key)
+        marked = landmarks(values, positions, region.end)
         segments: list[Segment] = []
         for (at, end), digest in zip(bounds, ends, strict=True):
             since = at if segments else max(0, at - EQUAL_TOKENS_MIN + 1)
             winnowed = np.unique(values[(positions >= since) & (positions < end)])
             told = self._fingerprints(winnowed, at, end, region.end, first=not segments)
-            segments.append(self._segment(region, _Piece(at, end, before, digest), name, told))
+            names = np.setdiff1d(np.frombuffer(told, "<u4"), winnowed)
+            chosen = np.union1d(values[marked & (positions >= since) & (positions < end)], names)
+            segment = self._segment(region, _Piece(at, end, before, digest), name, told)
+            segments.append(segment._replace(landmarks=tuple(chosen.tolist())))
             before = digest
         return segments
 

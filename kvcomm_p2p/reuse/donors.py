@@ -70,7 +70,7 @@ class DonorFinder:
         if isinstance(question, Compute):
             return await asyncio.get_running_loop().run_in_executor(None, question.call)
         if isinstance(question, AskDirectory):
-            return self._driver.find(question.lookup)
+            return await self._driver.find(question.lookup)
         assert isinstance(question, AskTokens)
         answers = await asyncio.gather(*(self._driver.tokens(holder, anchor) for holder, anchor in question.wanted))
         return [(answer.result, answer.wait_lost_s) for answer in answers]

@@ -22,6 +22,7 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.planning.chains import chain_hashes
+from kvcomm_p2p.planning.landmarks import landmarks_of
 from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.parts import part_of
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
@@ -194,7 +195,8 @@ class Publisher:
                 await self._driver.touch([segment.meta.anchor_id])
                 continue
             blocks, digests = await self._run(partial(_copy_anchor, cache, segment.meta, self._store))
-            await self._driver.publish([HeldAnchor(segment.meta, segment.token_ids, blocks.put(), digests)])
+            anchor = HeldAnchor(segment.meta, segment.token_ids, blocks.put(), digests, segment.landmarks)
+            await self._driver.publish([anchor])
 
     async def _supersede(self, anchor_ids: Sequence[AnchorId]) -> None:
         """Forget anchors whose rows now stand in longer ones: a conversation is held once, not once per turn.
@@ -222,7 +224,8 @@ class Publisher:
         digests = tuple(pulled.remote[key].digest for key in keys)
         start = anchor.start + indexes[0] * BLOCK_TOKENS
         meta = part_of(anchor, pulled.token_ids[anchor.anchor_id], start, start + len(token_ids), self._key)
-        return HeldAnchor(meta, token_ids, handles, digests)
+        landmarks = landmarks_of(token_ids, self._key, meta.fingerprints)
+        return HeldAnchor(meta, token_ids, handles, digests, landmarks)
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)

@@ -133,7 +133,7 @@ class Node:
         self.puller = Puller(driver, self.store)
         self.publisher = publish.Publisher(driver, self.store, SPEC, lineage, KEY, Executor())
 
-    def find(self, lookup: Lookup) -> LookupResult:
+    async def find(self, lookup: Lookup) -> LookupResult:
         return self.directory.find(lookup, lambda *_: True)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:

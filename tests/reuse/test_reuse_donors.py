@@ -56,7 +56,7 @@ class FakeDriver:
         self.lookups: list[Lookup] = []
         self.directory: Directory | None = None
 
-    def find(self, lookup: Lookup) -> LookupResult:
+    async def find(self, lookup: Lookup) -> LookupResult:
         self.lookups.append(lookup)
         if self.directory is not None:
             return self.directory.find(lookup, lambda *_: True)
