@@ -1,7 +1,8 @@
 """How fast blocks come from a peer on the same machine, beside a plain TCP socket that moves the same bytes.
 
-Two processes, each with a real driver over ZeroMQ; the puller fetches two anchors (728 tokens of the default model's KV in
-float32, 32 MiB in 23 blocks) as the engine would. The plain socket reads into one preallocated buffer. Both take turns.
+Two processes, each with a real driver over ZeroMQ; the puller fetches as the engine would: the default model's KV in
+float32, 728 tokens (32 MiB in 23 blocks of two anchors) or 22 (1 MiB in one). The plain socket reads into one preallocated
+buffer. Shared memory is the same pull by a puller that shares memory with the holder. All take turns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,12 +28,13 @@ from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.net.interpreter import is_digest
 from kvcomm_p2p.net.keys import ClusterKeys
+from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
 from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
-from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, AnchorMeta, BlockKey, HeldAnchor, Visibility
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, SequenceId
-from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.protocol.messages import Capability, MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.store import BlockStore
 
@@ -42,58 +44,83 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 46_080
 """SmolLM2-135M in float32: 30 layers, 3 kv-heads, 64 + 64 dims."""
 
-TOKENS = 728
-CASE = "32 MiB loopback"
+CASES = {"32 MiB loopback": (512, 216), "1 MiB loopback": (22,)}
+"""Tokens of the anchors that are pulled together."""
+
+PAGE_BYTES = 4096
 Wants = list[tuple[BlockKey, int, bytes]]
+Verify = Callable[[memoryview, bytes], bool]
+
+
+def _unchecked(view: memoryview, digest: bytes) -> bool:
+    return True
+
+
+def _touched(view: memoryview, digest: bytes) -> bool:
+    """Reads a byte of every page: what has been mapped only costs its page faults when it is read."""
+    return bool(np.frombuffer(view, dtype=np.uint8)[::PAGE_BYTES].sum() >= 0)
+
+
+WAYS: dict[str, tuple[Verify, bool]] = {
+    "pull, digests not checked": (_unchecked, False),
+    "pull, digests checked meanwhile": (is_digest, False),
+    "shared memory, digests not checked": (_unchecked, True),
+    "shared memory, every page touched": (_touched, True),
+    "shared memory, digests checked": (is_digest, True),
+}
+"""How a puller checks blocks, and whether it shares memory with the holder."""
 
 
 def measure(runs: int = 15, seed: int = 0) -> Result:
     """Medians over `runs` turns of each way, after two turns that do not count."""
     keys = ClusterKeys.derive(random.Random(seed).randbytes(32))
-    plain: list[float] = []
-    pulled: list[float] = []
-    unchecked: list[float] = []
-    digest: list[float] = []
-    with _holder(keys, seed) as (pipe, address, port):
-        wants: Wants = pipe.recv()
-        total = sum(kv_bytes for _, kv_bytes, _ in wants)
-        buffer = bytearray(total)
-        with (
-            socket.create_connection(("127.0.0.1", port)) as stream,
-            _puller(keys, address, is_digest) as pull,
-            _puller(keys, address, lambda view, digest: True) as pull_unchecked,
-        ):
+    rows: list[Row] = []
+    with _holder(keys, seed) as (pipe, address, port), ExitStack() as pullers:
+        wants: dict[str, Wants] = pipe.recv()
+        stream = pullers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        ways = {
+            metric: pullers.enter_context(_puller(keys, address, verify, shared))
+            for metric, (verify, shared) in WAYS.items()
+        }
+        for number, case in enumerate(CASES):
+            seconds: dict[str, list[float]] = {metric: [] for metric in (PLAIN, DIGEST, *ways)}
+            buffer = bytearray(sum(kv_bytes for _, kv_bytes, _ in wants[case]))
             for _ in range(runs + 2):
-                plain.append(_read_plain(stream, buffer))
-                pulled.append(pull(wants))
-                unchecked.append(pull_unchecked(wants))
+                seconds[PLAIN].append(_read_plain(stream, number, buffer))
+                for metric, pull in ways.items():
+                    seconds[metric].append(pull(wants[case]))
                 started = time.perf_counter()
                 hashlib.sha256(buffer).digest()
-                digest.append(time.perf_counter() - started)
-    return Result("bench pull", _rows(plain[2:], pulled[2:], unchecked[2:], digest[2:]), seed)
+                seconds[DIGEST].append(time.perf_counter() - started)
+            rows += _rows(case, {metric: taken[2:] for metric, taken in seconds.items()})
+    return Result("bench pull", rows, seed)
 
 
 def run(console: Console, runs: int = 15) -> Result:
     """`measure` with a word about progress on `console`."""
-    with console.status(f"pulling 32 MiB from another process, {runs + 2} turns of each way"):
+    with console.status(f"pulling from another process, {runs + 2} turns of each way"):
         return measure(runs)
 
 
-def _rows(plain: list[float], pulled: list[float], unchecked: list[float], digest: list[float]) -> list[Row]:
+PLAIN, DIGEST = "plain TCP socket", "SHA-256 alone, one thread"
+
+
+def _rows(case: str, seconds: dict[str, list[float]]) -> list[Row]:
     """Medians, and fastest turns, which other work on the machine disturbs least."""
-    rows = [_median(plain, "plain TCP socket", None), _median(digest, "SHA-256 alone, one thread", None)]
-    for metric, seconds in (("pull, digests not checked", unchecked), ("pull, digests checked meanwhile", pulled)):
-        rows.append(_median(seconds, metric, plain))
-        fastest, base = min(seconds) * 1e3, min(plain) * 1e3
-        rows.append(Row(CASE, f"{metric}, fastest", fastest, "ms", len(seconds), None, base, base / fastest))
+    plain = seconds[PLAIN]
+    rows = [_median(case, plain, PLAIN, None), _median(case, seconds[DIGEST], DIGEST, None)]
+    for metric in WAYS:
+        rows.append(_median(case, seconds[metric], metric, plain))
+        fastest, base = min(seconds[metric]) * 1e3, min(plain) * 1e3
+        rows.append(Row(case, f"{metric}, fastest", fastest, "ms", len(plain), None, base, base / fastest))
     return rows
 
 
-def _median(seconds: list[float], metric: str, baseline: list[float] | None) -> Row:
+def _median(case: str, seconds: list[float], metric: str, baseline: list[float] | None) -> Row:
     value = statistics.median(seconds) * 1e3
     base = None if baseline is None else statistics.median(baseline) * 1e3
     return Row(
-        CASE, metric, value, "ms", len(seconds), _interval(seconds), base, None if base is None else base / value
+        case, metric, value, "ms", len(seconds), _interval(seconds), base, None if base is None else base / value
     )
 
 
@@ -105,10 +132,10 @@ def _interval(seconds: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _read_plain(stream: socket.socket, buffer: bytearray) -> float:
+def _read_plain(stream: socket.socket, number: int, buffer: bytearray) -> float:
     view = memoryview(buffer)
     started = time.perf_counter()
-    stream.sendall(b"?")
+    stream.sendall(bytes([number]))
     received = 0
     while received < len(buffer):
         count = stream.recv_into(view[received:])
@@ -119,11 +146,11 @@ def _read_plain(stream: socket.socket, buffer: bytearray) -> float:
 
 
 @contextmanager
-def _puller(
-    keys: ClusterKeys, address: str, verify: Callable[[memoryview, bytes], bool]
-) -> Iterator[Callable[[Wants], float]]:
-    store = BlockStore()
-    driver = Driver(_make_node("puller"), ZmqTransport(), store, keys, verify=verify)
+def _puller(keys: ClusterKeys, address: str, verify: Verify, shared: bool) -> Iterator[Callable[[Wants], float]]:
+    store = BlockStore(SharedMemory() if shared else None)
+    driver = Driver(
+        _make_node("puller", host_tag(keys.content) if shared else b""), ZmqTransport(), store, keys, verify=verify
+    )
     driver.start()
     try:
         driver.run(driver.join([address], 10.0)).result(15)
@@ -149,7 +176,7 @@ async def _peer(driver: Driver) -> NodeId:
     return holder
 
 
-def _make_node(name: str) -> Callable[[Addresses, float], Node]:
+def _make_node(name: str, host: bytes) -> Callable[[Addresses, float], Node]:
     def make(addresses: Addresses, now: float) -> Node:
         me = MemberRecord(
             node_id=NodeId(os.urandom(16)),
@@ -158,6 +185,8 @@ def _make_node(name: str) -> Callable[[Addresses, float], Node]:
             model_id=ModelId(bytes(16)),
             control=addresses.control,
             bulk=addresses.bulk,
+            host=host,
+            capabilities=Capability.SHARED_MEMORY if host else 0,
         )
         return Node(NodeConfig(), me=me, rng=random.Random(name), now=now)
 
@@ -185,47 +214,46 @@ def _holder(keys: ClusterKeys, seed: int) -> Iterator[tuple[Connection, str, int
 
 
 def _hold(pipe: Connection, seal: bytes, content: bytes, seed: int) -> None:
-    store = BlockStore()
-    driver = Driver(_make_node("holder"), ZmqTransport(), store, ClusterKeys(seal, content))
+    store = BlockStore(SharedMemory())
+    driver = Driver(_make_node("holder", host_tag(content)), ZmqTransport(), store, ClusterKeys(seal, content))
     addresses = driver.start()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        anchors, blocks = _anchors(store, seed)
-        driver.run(driver.publish(anchors)).result(5)
+        rng = np.random.default_rng(seed)
+        cases = {case: [_anchor(store, rng, tokens) for tokens in anchors] for case, anchors in CASES.items()}
+        driver.run(driver.publish([anchor for anchors in cases.values() for anchor in anchors])).result(5)
         pipe.send((addresses.control, server.getsockname()[1]))
-        pipe.send([want for anchor in anchors for want in _wants(anchor)])
+        pipe.send({case: [want for anchor in anchors for want in _wants(anchor)] for case, anchors in cases.items()})
+        blocks = [
+            [bytes(store.view(handle)) for anchor in anchors for handle in anchor.handles] for anchors in cases.values()
+        ]
         stream, _ = server.accept()
         with stream:
-            while stream.recv(1):
-                for block in blocks:
+            while number := stream.recv(1):
+                for block in blocks[number[0]]:
                     stream.sendall(block)
     driver.stop()
 
 
-def _anchors(store: BlockStore, seed: int) -> tuple[list[HeldAnchor], list[bytes]]:
-    rng = np.random.default_rng(seed)
-    anchors: list[HeldAnchor] = []
-    blocks: list[bytes] = []
-    for start in range(0, TOKENS, ANCHOR_TOKENS_MAX):
-        end = min(start + ANCHOR_TOKENS_MAX, TOKENS)
-        meta = AnchorMeta(
-            anchor_id=AnchorId(start.to_bytes(16, "big")),
-            model_id=ModelId(bytes(16)),
-            sequence_id=SequenceId(bytes(8)),
-            start=start,
-            end=end,
-            chain_end=ChainHash(b""),
-            fingerprints=b"",
-            hops=0,
-            visibility=Visibility.PUBLIC,
-            group=b"",
-            kv_bytes=(end - start) * TOKEN_BYTES,
-        )
-        own = [rng.bytes(meta.block_tokens(index) * TOKEN_BYTES) for index in range(meta.blocks)]
-        handles = tuple(store.put(block) for block in own)
-        digests = tuple(hashlib.sha256(block).digest() for block in own)
-        anchors.append(HeldAnchor(meta, np.arange(start, end, dtype=np.uint32), handles, digests))
-        blocks += own
-    return anchors, blocks
+def _anchor(store: BlockStore, rng: np.random.Generator, tokens: int) -> HeldAnchor:
+    """An anchor of random bytes, composed in the store as published ones are."""
+    meta = AnchorMeta(
+        anchor_id=AnchorId(rng.bytes(16)),
+        model_id=ModelId(bytes(16)),
+        sequence_id=SequenceId(rng.bytes(8)),
+        start=0,
+        end=tokens,
+        chain_end=ChainHash(b""),
+        fingerprints=b"",
+        hops=0,
+        visibility=Visibility.PUBLIC,
+        group=b"",
+        kv_bytes=tokens * TOKEN_BYTES,
+    )
+    blocks = store.compose([meta.block_bytes(index) for index in range(meta.blocks)])
+    for buffer in blocks.buffers:
+        buffer[:] = rng.bytes(buffer.nbytes)
+    digests = tuple(hashlib.sha256(block).digest() for block in blocks.finish())
+    return HeldAnchor(meta, np.arange(tokens, dtype=np.uint32), blocks.put(), digests)
 
 
 def _wants(anchor: HeldAnchor) -> Wants:

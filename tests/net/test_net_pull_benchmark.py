@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from kvcomm_p2p.evaluation.pull import TOKEN_BYTES, TOKENS, measure
+from kvcomm_p2p.evaluation.pull import CASES, TOKEN_BYTES, WAYS, measure
 
 
 def test_one_turn_gives_every_row() -> None:
-    assert TOKENS * TOKEN_BYTES // 1_000_000 == 33  # 32 MiB, in 23 blocks
+    megabytes = {case: sum(tokens) * TOKEN_BYTES / 2**20 for case, tokens in CASES.items()}
+    assert 31.9 < megabytes["32 MiB loopback"] < 32.1 and 0.95 < megabytes["1 MiB loopback"] < 1.05
     result = measure(runs=1)
-    rows = {row.metric: row for row in result.rows}
-    assert len(rows) == 6
+    rows = {(row.case, row.metric): row for row in result.rows}
+    assert len(rows) == len(CASES) * (2 + 2 * len(WAYS))
     assert all(row.value > 0 and row.n == 1 and row.unit == "ms" for row in rows.values())
-    for metric in ("pull, digests not checked", "pull, digests checked meanwhile"):
-        row = rows[metric]
-        assert row.baseline == rows["plain TCP socket"].value
-        assert row.ratio is not None and abs(row.ratio * row.value - row.baseline) < 1e-9
+    for case in CASES:
+        for metric in WAYS:
+            row = rows[case, metric]
+            assert row.baseline == rows[case, "plain TCP socket"].value
+            assert row.ratio is not None and abs(row.ratio * row.value - row.baseline) < 1e-9
