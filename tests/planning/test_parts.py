@@ -37,7 +37,7 @@ def sent(fingerprint_bytes: bytes) -> set[int]:
 @settings(deadline=None)
 @given(st.integers(0, 2), st.data(), st.sampled_from([[(0, 0)], [(0, 0), (96, 1)]]))
 def test_parts_tell_what_is_true_of_them_or_nothing(number: int, data: st.DataObject, hops: Any) -> None:
-    whole, ids = cut(hops)[number]
+    whole, ids, _ = cut(hops)[number]
     first = data.draw(st.integers(0, whole.blocks - 1))
     last = data.draw(st.integers(first + 1, whole.blocks))
     start, end = whole.start + 32 * first, min(whole.start + 32 * last, whole.end)
@@ -63,7 +63,7 @@ def test_parts_tell_what_is_true_of_them_or_nothing(number: int, data: st.DataOb
 
 
 def test_a_context_that_cannot_be_seen_is_not_told() -> None:
-    whole, ids = cut()[1]
+    whole, ids, _ = cut()[1]
     assert whole.start == 512
     near = part_of(whole, ids, 544, 1024, KEY)
     assert (near.context_first, near.context_last) == (whole.context_first, 0)
@@ -74,14 +74,14 @@ def test_a_context_that_cannot_be_seen_is_not_told() -> None:
 
 
 def test_names_of_contents_stay() -> None:
-    whole, ids = cut()[1]
+    whole, ids, _ = cut()[1]
     names = {mark.fingerprint for mark in MARKS}
     assert names <= sent(whole.fingerprints)
     assert names <= sent(part_of(whole, ids, 576, 672, KEY).fingerprints)
 
 
 def test_equal_parts_have_equal_ids_and_others_are_refused() -> None:
-    whole, ids = cut()[0]
+    whole, ids, _ = cut()[0]
     parts = [part_of(whole, ids, *bounds, KEY) for bounds in ((32, 96), (32, 96), (32, 128), (0, 96))]
     assert parts[0] == parts[1]
     assert len({part.anchor_id for part in parts}) == 3

@@ -220,7 +220,7 @@ def test_every_cut_keeps_the_rules(total: int, hops: Any, marks: Any, start_bloc
     segments = cut(tokens, hops, marks, start=start, contents=named)
     at = start
     hashes = chain_hashes(tokens, KEY, MODEL)
-    for meta, ids in segments:
+    for meta, ids, _ in segments:
         assert meta.start == at
         assert meta.start % 32 == 0
         assert 0 < meta.tokens <= 512

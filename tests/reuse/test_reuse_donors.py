@@ -300,7 +300,7 @@ def test_anchors_with_names_of_contents_are_no_contradiction() -> None:
         key=KEY,
         marks=content_marks(tokens, [(3, 40), (100, 160)], KEY),
     )
-    for anchor, ids in anchors:
+    for anchor, ids, _ in anchors:
         assert finder(FakeDriver())._finding._contradiction(anchor, AnchorTokens(anchor, ANN, ids, ())) is None
 
 
