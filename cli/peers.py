@@ -99,7 +99,7 @@ def table(node: Mapping[str, Any]) -> Table:
             f"{peer['anchors']:,}",
             f"{peer['log_seq']:,} of {max(peer['told_seq'], peer['log_seq']):,}",
             duration(peer["heard_age_s"]),
-            "–" if trip is None else duration(trip),
+            "–" if trip is None else f"{1000 * trip:.1f} ms",
             size(peer["pulled_bytes"]),
             size(peer["uploaded_bytes"]),
         )

@@ -118,6 +118,9 @@ class Agent:
             peers=peers,
         )
 
+    def watch(self) -> Watch:
+        return Watch(self)
+
     async def explain(self, prompt: Any, *, slots: Any = None, mode: str = "balanced") -> PrefillReport:
         report = report_of(max(2, len(filled(prompt, slots).split())), mode)
         return replace(report, pulled_bytes=0, pulled_tokens=0, planned_only=True)
@@ -139,6 +142,74 @@ class Agent:
         self._tokens += count
         self.last_report = report = report_of(count, mode)
         yield Reply(" ".join(words), [1] * count, "length", report, 0.1, 0.2)
+
+
+class Watch:
+    """The face of `kvcomm_p2p.watching.Watch`. A name that begins with "lone" knows nobody."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def peers(self) -> dict[str, Any]:
+        status = self._agent.status()
+        peer = {
+            "node_id": "ab" * 16,
+            "name": "planner",
+            "state": "alive",
+            "model_id": "m2",
+            "control": "127.0.0.1:1",
+            "anchors": 7,
+            "heard_age_s": 0.3,
+            "penalty_s": 12.0,
+            "epoch": 4,
+            "incarnation": 9,
+            "log_seq": 8,
+            "told_seq": 9,
+            "round_trip_s": 0.002,
+            "pulled_bytes": 46_080,
+            "uploaded_bytes": 0,
+            "busy_told": 3,
+            "busy_given": 0,
+            "penalties": 2,
+            "violations": 1,
+            "misses": {"stalled": 2, "busy": 5},
+        }
+        return {
+            "name": status.name,
+            "node_id": status.node_id,
+            "address": status.address,
+            "model": status.model,
+            "model_id": status.model_id,
+            "metrics_address": "127.0.0.1:9",
+            "peers": [] if status.name.startswith("lone") else [peer],
+        }
+
+    def inspect(self) -> dict[str, Any]:
+        names = ("refused_deltas", "rejected_anchors", "pool_anchors")
+        return {
+            **self.peers(),
+            "protocol_version": 2,
+            "cluster": "default",
+            "cluster_mark": "00",
+            "identity": {"weights": "1"},
+            "share_refusal": "",
+            "exact_only": "",
+            "gossip_interval_s": 0.01,
+            "pool_bytes_max": 1 << 30,
+            "misses": {},
+            "wait_lost_s": 0.0,
+            "stats": dict.fromkeys(names, 0),
+            "dropped": {},
+            "lost": {},
+            "unreachable": 0,
+            "failures": 0,
+        }
+
+    def metrics_text(self) -> str:
+        return "kvcomm_requests_total 3.0\n"
+
+    def recording(self) -> dict[str, Any]:
+        raise UsageError(f"node {self._agent.name!r} is not being recorded")
 
 
 def filled(prompt: Any, slots: Any) -> str:
