@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import TokenIds
-from kvcomm_p2p.planning.winnow import kgram_hashes
+from kvcomm_p2p.protocol.kgrams import kgram_hashes
 
 _I64 = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]

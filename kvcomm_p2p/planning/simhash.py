@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import TokenIds, keyed_digest
-from kvcomm_p2p.planning.winnow import kgram_hashes
+from kvcomm_p2p.protocol.kgrams import kgram_hashes
 
 SIMHASH_BITS = 64
 

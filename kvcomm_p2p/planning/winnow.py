@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.chains import TokenIds, keyed_digest, token_bytes
+from kvcomm_p2p.protocol.kgrams import kgram_hashes
 
 KGRAM_TOKENS = 16
 WINDOW = 48
@@ -98,37 +99,11 @@ def fingerprints(token_ids: TokenIds, key: bytes) -> tuple[npt.NDArray[np.uint32
     return hashes[positions].astype(np.uint32), positions
 
 
-def kgram_hashes(tokens: TokenIds, k: int, words: _U64) -> _U64:
-    """64-bit hashes of all k-grams: uint64 [T - k + 1], empty when T < k. `k` is a power of two; `words` uint64 [>= 2].
-
-    Each round joins two neighbours of equal length, so a k-gram costs log2(k) steps.
-    """
-    if len(tokens) < k:
-        return np.empty(0, np.uint64)
-    hashes = _mixed(tokens.astype(np.uint64) + words[0])
-    length = 1
-    while length < k:
-        left, right = hashes[: len(hashes) - length], hashes[length:]
-        hashes = _mixed(left * (words[1] | np.uint64(1)) + (right ^ words[0]))
-        length *= 2
-    return hashes
-
-
 @lru_cache(maxsize=8)
 def _key_words(key: bytes) -> _U64:
     words = np.frombuffer(keyed_digest(b"kvcomm winnow", key, 16), dtype="<u8").astype(np.uint64)
     words.flags.writeable = False
     return words
-
-
-def _mixed(values: _U64) -> _U64:
-    """A bijection that spreads every input bit over all output bits (two multiply-xorshift rounds). New array."""
-    values = values ^ (values >> np.uint64(32))
-    values *= np.uint64(0xD6E8FEB86659FD93)
-    values ^= values >> np.uint64(32)
-    values *= np.uint64(0xD6E8FEB86659FD93)
-    values ^= values >> np.uint64(32)
-    return values
 
 
 def _window_minima(keys: _U64) -> _U64:

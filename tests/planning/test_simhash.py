@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm_p2p.planning.simhash import SHINGLE_TOKENS, SIMHASH_BITS, VOTES_MAX, _key_words, simhash, similarity
-from kvcomm_p2p.planning.winnow import kgram_hashes
+from kvcomm_p2p.protocol.kgrams import kgram_hashes
 
 Tokens = npt.NDArray[np.uint32]
 KEY = b"content key"
