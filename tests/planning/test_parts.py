@@ -67,7 +67,7 @@ def test_a_context_that_cannot_be_seen_is_not_told() -> None:
     assert whole.start == 512
     near = part_of(whole, ids, 544, 1024, KEY)
     assert (near.context_first, near.context_last) == (whole.context_first, 0)
-    early, early_ids = cut([(0, 0), (96, 1)])[1]
+    early, early_ids, _ = cut([(0, 0), (96, 1)])[1]
     assert early.start == 96
     later = part_of(early, early_ids, 256, 512, KEY)
     assert (later.context_first, later.context_last) == (0, simhash(TOKENS[128:256], KEY))
