@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
+from kvcomm_p2p.net.durable import open_life
 from kvcomm_p2p.net.gate import curve_keys, open_gate
 from kvcomm_p2p.net.keys import load_cluster_keys
 from kvcomm_p2p.net.limits import require_descriptors
@@ -34,7 +36,7 @@ from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.types import Costs, Mode
 from kvcomm_p2p.prompts import PreparedPrompt
-from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
+from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import Capability, MemberRecord, RefusedReason
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.views import PeerView
@@ -271,16 +273,22 @@ def build_stack(
         runner = ModelRunner.load(runner, dtype=dtype, cache_dir=settings.cache_dir)
     spec = runner.spec
     identity = gate.identity
-    node_id = NodeId(os.urandom(NODE_ID_BYTES)) if identity is None else identity.public.node_id(name)
+    life = open_life(
+        settings.state_dir, settings.cluster, name, None if identity is None else identity.public.node_id(name)
+    )
+    node_id = life.node_id
+    if identity is not None:
+        life.sign = partial(signed_record, identity)
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
     host = host_tag(keys.content)
 
     recorder = make_recorder(settings, name, node_id)
+    before: dict[str, Any] = {"incarnation": life.incarnation, "addresses": life.addresses}
 
     def make_node(addresses: Addresses, now: float) -> Node:
         me = MemberRecord(
             node_id,
-            1,
+            life.epoch,
             name,
             spec.model_id,
             addresses.control,
@@ -289,12 +297,11 @@ def build_stack(
             host=host,
             capabilities=Capability.SHARED_MEMORY if host else 0,
         )
-        if identity is not None:
-            me = signed_record(identity, me)
+        me = life.sign(me)
         config, rng = settings.node_config(), random.Random(os.urandom(16))  # whom we ask next is nobody's guess
         if recorder is not None:
-            return RecordedNode(config, me=me, rng=rng, now=now, recorder=recorder)
-        return Node(config, me=me, rng=rng, now=now)
+            return RecordedNode(config, me=me, rng=rng, now=now, recorder=recorder, **before)
+        return Node(config, me=me, rng=rng, now=now, **before)
 
     transport = ZmqTransport(
         bind_host=settings.bind_host,
@@ -304,7 +311,7 @@ def build_stack(
         curve=curve_keys(gate),
     )
     store = BlockStore(SharedMemory() if host else None)
-    driver = Driver(make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir)
+    driver = Driver(make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir, life=life)
     try:
         stack = AgentStack(name, runner, settings, driver, store, keys.content)
     except BaseException:

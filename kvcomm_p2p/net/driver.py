@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.interpreter import Finish, Interpreter, MakeNode, is_digest
 from kvcomm_p2p.net.key_watch import KeyWatch
@@ -104,15 +105,17 @@ class Driver:
         verify: Callable[[memoryview, bytes], bool] = is_digest,
         gate: Gate | None = None,
         state_dir: Path | None = None,
+        life: NodeLife | None = None,
     ) -> None:
         """`verify(bytes, digest)` runs in a pool of threads for every pulled block; only measurements replace it. `gate`: who
-        is believed, by default every holder of `keys`. `state_dir`: where changes of keys and of the allow-list are looked
-        for while the driver runs; None: nowhere."""
+        is believed, by default every holder of `keys`. `state_dir`: where changes of keys and of the allow-list are looked for
+        while the driver runs; None: nowhere. `life`: what outlives this process, closed by `stop`; None: nothing does."""
         self._store = store
+        self._life = life
         self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="kvcomm-hash")
         sealer = Sealer(keys.seal)
         self._interpreter = Interpreter(
-            make_node, transport, store, sealer, self._hashers, self._on_finish, verify, gate
+            make_node, transport, store, sealer, self._hashers, self._on_finish, verify, gate, life
         )
         self._key_watch = (
             None if state_dir is None else KeyWatch(state_dir, keys, sealer, self._interpreter.set_allowed)
@@ -144,10 +147,12 @@ class Driver:
             first, self._stopped = not self._stopped, True
         if self._thread.ident is None:
             self._hashers.shutdown(wait=False)
-            return
-        if first and self._started.exception() is None:
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        else:
+            if first and self._started.exception() is None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        if self._life is not None:
+            self._life.close()
         for future in tuple(self._running):
             future.cancel()
 

@@ -7,24 +7,24 @@ import hashlib
 import hmac
 import logging
 import math
-import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from contextlib import suppress
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvcomm_p2p.net.admission import Admission
+from kvcomm_p2p.net.block_mover import BlockMover
 from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.identity import Allowed
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Connection, Transport
 from kvcomm_p2p.protocol.events import (
     AdoptShared,
-    BlockUnavailable,
-    BlockVerified,
     ChunkReceived,
     DropBlock,
     Effect,
@@ -33,11 +33,14 @@ from kvcomm_p2p.protocol.events import (
     FinishJoin,
     FinishLookup,
     FinishTokens,
+    IdentityRenewed,
     MessageReceived,
     PeerUnreachable,
     Plane,
+    RenewIdentity,
     ReportPeer,
     RetainBlock,
+    SaveState,
     SendBlock,
     SendMessage,
     SignHead,
@@ -47,10 +50,10 @@ from kvcomm_p2p.protocol.events import (
     VerifyHead,
 )
 from kvcomm_p2p.protocol.ids import NodeId, short
-from kvcomm_p2p.protocol.messages import Chunk, Message, SharedBlock
+from kvcomm_p2p.protocol.messages import Chunk, Message
 from kvcomm_p2p.protocol.node import Node
-from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX, encode
-from kvcomm_p2p.store import BlockStore, Place, StaleHandle
+from kvcomm_p2p.protocol.wire import encode
+from kvcomm_p2p.store import BlockStore
 
 PEERS_REMEMBERED_MAX = 4096
 """Addresses and bulk connections that are remembered; the oldest are forgotten first."""
@@ -78,13 +81,14 @@ class Interpreter:
         on_finish: Callable[[Finish], None],
         verify: Callable[[memoryview, bytes], bool],
         gate: Gate | None = None,
+        life: NodeLife | None = None,
     ) -> None:
         self._make_node = make_node
         self._transport = transport
         self._store = store
         self._sealer = sealer
         self._hashers = hashers
-        self._verify = verify
+        self._life = life
         self._events: deque[Event] = deque()
         self._busy = False
         self._payload: memoryview | None = None
@@ -95,18 +99,23 @@ class Interpreter:
         self.counters = WireCounters()
         self.gate = gate or Gate()
         self._admission = Admission(self.gate, sealer, self.counters)
+        self._mover = BlockMover(
+            store, hashers, verify, self.counters, self._send_chunk, self._send_message, self._handle_safely
+        )
         self._carry_out: dict[type, Callable[[Any], None]] = {
             SendMessage: self._send_message,
-            SendBlock: self._send_block,
+            SendBlock: self._mover.send,
             StoreChunk: self._store_chunk,
-            VerifyBlock: self._verify_block,
-            AdoptShared: self._adopt_shared,
+            VerifyBlock: self._mover.check,
+            AdoptShared: self._mover.check,
             DropBlock: self._drop_block,
             RetainBlock: lambda effect: self._store.retain(effect.handle),
             FinishFetch: on_finish,
             FinishLookup: on_finish,
             FinishTokens: on_finish,
             FinishJoin: on_finish,
+            SaveState: self._save_state,
+            RenewIdentity: self._renew_identity,
             ReportPeer: self._report_peer,
             SignHead: lambda effect: self._admission.sign(effect, self._handle_safely),
             VerifyHead: lambda effect: self._admission.verify(effect, self._handle_safely),
@@ -115,6 +124,7 @@ class Interpreter:
     def start(self) -> Addresses:
         """Bind and make the node, on the running loop. Raises TransportError, and whatever making the node raises."""
         self._loop = asyncio.get_running_loop()
+        self._mover.start()
         self._admission.start()
         addresses = self._transport.start(self)
         try:
@@ -130,6 +140,7 @@ class Interpreter:
         if self._timer is not None:
             self._timer.cancel()
         self._admission.stop()
+        self._mover.stop()
         self._transport.close(flush_s)
 
     def set_allowed(self, allowed: tuple[Allowed, ...]) -> None:
@@ -149,6 +160,7 @@ class Interpreter:
             while self._events:
                 for effect in self.node.handle(self._events.popleft(), self._loop.time()):
                     self._apply(effect)
+                self._mover.flush()
         finally:
             self._events.clear()
             self._busy = False
@@ -245,6 +257,7 @@ class Interpreter:
         frame = self._sealer.seal(encode(self.node.me.node_id, effect.message))
         kind = type(effect.message).__name__
         if effect.plane is Plane.BULK_REPLY:
+            self._mover.flush()
             connection = None if effect.to is None else self._connections.get(effect.to)
             sent = connection is not None and self._transport.send_bulk_reply(connection, frame)
         else:
@@ -265,86 +278,31 @@ class Interpreter:
         if effect.to is not None:
             self._events.append(PeerUnreachable(effect.to))
 
-    def _send_block(self, effect: SendBlock) -> None:
-        try:
-            view = self._store.view(effect.handle)
-        except StaleHandle:
-            self._events.append(BlockUnavailable(effect.to, effect.pull_id, effect.ordinal))
-            return
-        if effect.shared and self._send_place(effect):
-            return
-        connection = self._connections.get(effect.to)
-        for offset in range(0, effect.kv_bytes, CHUNK_BYTES_MAX):
-            payload = view[offset : min(offset + CHUNK_BYTES_MAX, effect.kv_bytes)]
-            header = Chunk(effect.pull_id, effect.ordinal, offset, payload.nbytes)
-            frame = self._sealer.seal(encode(self.node.me.node_id, header))
-            if connection is None or not self._transport.send_bulk_reply(connection, frame, payload):
-                self.counters.lost["Chunk"] += 1
-                return
-            self.counters.sent["Chunk"] += 1
-            self.counters.payload_bytes_sent += payload.nbytes
-
-    def _send_place(self, effect: SendBlock) -> bool:
-        """Tell where the block stands in shared memory; False if it does not."""
-        place = self._store.place(effect.handle)
-        if place is None or effect.to is None:
+    def _send_chunk(self, peer: NodeId, header: Chunk, payload: memoryview) -> bool:
+        connection = self._connections.get(peer)
+        if connection is None:
             return False
-        where = SharedBlock(effect.pull_id, effect.ordinal, os.getpid(), *place, effect.kv_bytes)
-        self._send_message(SendMessage(effect.to, "", where, Plane.BULK_REPLY))
-        return True
-
-    def _adopt_shared(self, effect: AdoptShared) -> None:
-        future = self._hashers.submit(self._take_shared, effect)
-        future.add_done_callback(partial(self._hashed, effect))
-
-    def _take_shared(self, effect: AdoptShared) -> bool:
-        """In a hashing thread. Whatever is wrong with what a peer points to, or with our handle: it is not taken."""
-        source = effect.source
-        place = Place(source.descriptor, source.file_id, source.offset)
-        try:
-            return self._store.adopt_shared(
-                effect.handle, source.pid, place, lambda view: self._verify(view, effect.digest)
-            )
-        except (OSError, ValueError, StaleHandle) as error:
-            log.debug("a shared block could not be taken: %s", error)
-            return False
+        frame = self._sealer.seal(encode(self.node.me.node_id, header))
+        return self._transport.send_bulk_reply(connection, frame, payload)
 
     def _store_chunk(self, effect: StoreChunk) -> None:
         payload, self._payload = self._payload, None
         if payload is None:
             raise RuntimeError("the node stored a chunk that is not being handled")
-        try:
-            self._store.write(effect.handle, effect.offset, payload)
-        except (StaleHandle, ValueError) as error:
-            self.counters.dropped["bad_write"] += 1
-            log.warning("a chunk could not be stored: %s", error)
-
-    def _verify_block(self, effect: VerifyBlock) -> None:
-        try:
-            view = self._store.view(effect.handle)
-        except StaleHandle:
-            self._events.append(BlockVerified(effect.handle, False))
-            return
-        future = self._hashers.submit(self._verify, view, effect.digest)
-        future.add_done_callback(partial(self._hashed, effect))
-
-    def _hashed(self, effect: VerifyBlock | AdoptShared, future: Future[bool]) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._verified, effect, not future.cancelled() and future.result())
-
-    def _verified(self, effect: VerifyBlock | AdoptShared, ok: bool) -> None:
-        if ok:
-            self.counters.verified_blocks += 1
-            if isinstance(effect, AdoptShared):
-                self.counters.shared_bytes_adopted += effect.kv_bytes
-        elif isinstance(effect, AdoptShared):
-            self.counters.shared_blocks_refused += 1
-        else:
-            self.counters.mismatched_blocks += 1
-        self._handle_safely(BlockVerified(effect.handle, ok))
+        self._mover.store(effect, payload)
 
     def _drop_block(self, effect: DropBlock) -> None:
         self._store.drop(effect.handle)
+
+    def _save_state(self, effect: SaveState) -> None:
+        if self._life is not None:
+            self._hashers.submit(self._life.save, effect)
+
+    def _renew_identity(self, effect: RenewIdentity) -> None:
+        me = self.node.me
+        renewed = replace(me, epoch=effect.epoch) if self._life is None else self._life.renewed(me, effect.epoch)
+        log.warning("peers have seen this node in a later life than this: it goes on in epoch %d", effect.epoch)
+        self._events.append(IdentityRenewed(renewed))
 
     def _report_peer(self, effect: ReportPeer) -> None:
         level = _LEVELS.get(effect.change, logging.INFO)

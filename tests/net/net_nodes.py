@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvcomm_p2p.net.driver import Driver
+from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.keys import ClusterKeys
 from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
 from kvcomm_p2p.net.transport import Addresses, Transport
@@ -44,14 +45,15 @@ class TestNode:
         keys: ClusterKeys = KEYS,
         seed: int = 0,
         shared: SharedMemory | None = None,
+        life: NodeLife | None = None,
     ) -> None:
-        """`shared`: shares memory with others on this machine that do."""
+        """`shared`: shares memory with others on this machine that do. `life`: who it is and was before."""
         rng = random.Random(f"{name}{seed}")
 
         def make(addresses: Addresses, now: float) -> Node:
             me = MemberRecord(
-                node_id=NodeId(rng.randbytes(16)),
-                epoch=1,
+                node_id=NodeId(rng.randbytes(16)) if life is None else life.node_id,
+                epoch=1 if life is None else life.epoch,
                 name=name,
                 model_id=MODEL,
                 control=addresses.control,
@@ -59,10 +61,11 @@ class TestNode:
                 host=host_tag(keys.content) if shared else b"",
                 capabilities=Capability.SHARED_MEMORY if shared else 0,
             )
-            return Node(config, me=me, rng=rng, now=now)
+            incarnation, addresses = (0, ()) if life is None else (life.incarnation, life.addresses)
+            return Node(config, me=me, rng=rng, now=now, incarnation=incarnation, addresses=addresses)
 
         self.store = BlockStore(shared)
-        self.driver = Driver(make, transport, self.store, keys)
+        self.driver = Driver(make, transport, self.store, keys, life=life)
 
     def __enter__(self) -> TestNode:
         self.driver.start()
