@@ -240,7 +240,7 @@ class SendMessage:
 class SendBlock:
     """Send the bytes of `handle` as chunks (each with a Chunk header) back to the peer that pulled.
 
-    `shared`: if they stand in memory that the peer can read, say where (SharedBlock) instead.
+    `shared`: if they stand in memory that the peer can read, say where (SharedBlocks) instead.
     """
 
     to: NodeId
@@ -271,13 +271,14 @@ class VerifyBlock:
 
 @dataclass(frozen=True, slots=True)
 class AdoptShared:
-    """Take the `kv_bytes` bytes that `source` points to as those of a reserved handle, if their SHA-256 is `digest` and
-    nobody can change them any more; report BlockVerified. Where that fails the handle stays as it was.
+    """Take the `kv_bytes` bytes that `source` of process `pid` points to as those of a reserved handle, if their SHA-256
+    is `digest` and nobody can change them any more; report BlockVerified. Where that fails the handle stays as it was.
     """
 
     handle: BlockHandle
     kv_bytes: int
     digest: bytes
+    pid: int
     source: SharedBlock
 
 

@@ -28,6 +28,9 @@ FlightKey = tuple[BlockKey, int, bytes]
 OWN_REASONS = (MissReason.CANCELLED, MissReason.DEADLINE)
 """Reasons that concern the leading fetch alone."""
 
+SHARED_WINDOW_FACTOR = 4
+"""How many times more bytes may be uncredited where the puller asks for shared memory."""
+
 FAILED_AS = {
     PullFailedReason.NOT_FOUND: MissReason.NOT_FOUND,
     PullFailedReason.BUSY: MissReason.BUSY,
@@ -115,16 +118,20 @@ class PullState:
         self.phase = Phase.ACTIVE
         self.retry_at = math.inf
         blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes) for flight in self.flights)
-        return self.to_holder(Pull(self.pull_id, blocks, credit_bytes, shared=self.shared))
+        return self.to_holder(Pull(self.pull_id, blocks, self._window(credit_bytes), shared=self.shared))
 
     def credit(self, credit_bytes: int) -> list[Effect]:
         """Credit for a quarter of the window at a time, and for everything at the end, which ends the upload."""
         done = not self.waits and not any(flight.sharing for flight in self.flights)
         fresh = self.received - self.credited
-        if fresh <= 0 or not (done or fresh >= credit_bytes // 4):
+        if fresh <= 0 or not (done or fresh >= self._window(credit_bytes) // 4):
             return []
         self.credited = self.received
         return [self.to_holder(Credit(self.pull_id, self.received))]
+
+    def _window(self, credit_bytes: int) -> int:
+        """What stands in shared memory is not on any way: a larger window costs nothing and saves waiting for credit."""
+        return credit_bytes * (SHARED_WINDOW_FACTOR if self.shared else 1)
 
     def stalls_at(self, config: NodeConfig) -> float:
         """When it is given up unless something comes."""

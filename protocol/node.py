@@ -63,7 +63,7 @@ from kvcomm_p2p.protocol.messages import (
     ShardAsk,
     ShardRegister,
     ShardResend,
-    SharedBlock,
+    SharedBlocks,
     Status,
     Syn,
     SynAck,
@@ -75,7 +75,7 @@ from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
 from kvcomm_p2p.protocol.pulls import Pulls
 from kvcomm_p2p.protocol.shards import Shards
-from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
+from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
 from kvcomm_p2p.protocol.uploads import Uploads
 from kvcomm_p2p.protocol.views import NodeStats, PeerView, counts_view
@@ -105,7 +105,7 @@ class Node:
         self._members = self._community.members
         self._pool = Pool(config.pool_bytes_max, config.pool_anchors_max)
         self._penalties = PenaltyBox(config.penalty_first_s, config.penalty_max_s)
-        self._sharing = SharedBlocks(me, self._members)
+        self._sharing = Sharing(me, self._members)
         self._pulls = Pulls(config, self._members, self._penalties, self._sharing)
         self._uploads = Uploads(config, self._pool, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
@@ -158,7 +158,7 @@ class Node:
             CancelPull: self._on_cancel_pull,
             Chunk: self._on_stray_chunk,
             PullFailed: self._pulls.failed,
-            SharedBlock: self._pulls.shared,
+            SharedBlocks: self._pulls.shared,
             ShardRegister: self._shards.register,
             ShardResend: self._shards.resend,
             ShardAsk: self._shards.ask,

@@ -43,18 +43,16 @@ from kvcomm_p2p.protocol.messages import (
     CancelPull,
     PullFailed,
     PullFailedReason,
-    SharedBlock,
+    SharedBlocks,
 )
 from kvcomm_p2p.protocol.penalties import PenaltyBox
-from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
+from kvcomm_p2p.protocol.shared_blocks import Sharing
 
 
 class Pulls:
     """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender."""
 
-    def __init__(
-        self, config: NodeConfig, membership: Membership, penalties: PenaltyBox, sharing: SharedBlocks
-    ) -> None:
+    def __init__(self, config: NodeConfig, membership: Membership, penalties: PenaltyBox, sharing: Sharing) -> None:
         self._config = config
         self._sharing = sharing
         self._membership = membership
@@ -186,19 +184,19 @@ class Pulls:
             effects.append(VerifyBlock(want.handle, want.digest))
         return effects + self._credit(pull, now)
 
-    def shared(self, sender: NodeId, message: SharedBlock, now: float) -> list[Effect]:
-        """A block is offered in shared memory. Dropped silently if nobody asked for it, as chunks are."""
+    def shared(self, sender: NodeId, message: SharedBlocks, now: float) -> list[Effect]:
+        """Blocks are offered in shared memory. Dropped silently if nobody asked for it, as chunks are."""
         pull = self._pulls.get(message.pull_id)
         if pull is None or pull.phase is not Phase.ACTIVE:
             return []
         if sender != pull.holder:
-            raise ValueError("shared block of somebody else's pull")
-        effect = self._sharing.announced(pull, message, now)
-        if effect is None:
-            detail = f"shared block {message.ordinal} does not continue the pull"
+            raise ValueError("shared blocks of somebody else's pull")
+        offered = self._sharing.offered(pull, message, now)
+        if offered is None:
+            detail = f"shared blocks from {message.blocks[0].ordinal} on do not continue the pull"
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
-        self._verifying[effect.handle] = pull.flights[message.ordinal]
-        return [effect]
+        self._verifying.update((effect.handle, flight) for flight, effect in offered)
+        return [effect for _, effect in offered]
 
     def _credit(self, pull: PullState, now: float) -> list[Effect]:
         effects = pull.credit(self._config.credit_bytes)

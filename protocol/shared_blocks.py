@@ -1,7 +1,7 @@
 """Handing blocks over in memory that two nodes of one machine share, instead of sending them.
 
 The puller asks for it (`Pull.shared`) where both nodes carry the same host tag; the holder answers block by block, with
-a `SharedBlock` where it has the block in shared memory and with chunks where it has not. The bytes are checked before
+a place (`SharedBlocks`) where it has the block in shared memory and with chunks where it has not. The bytes are checked before
 they are taken, and only then credited, so the holder's lease lasts until they are safe. What cannot be taken (another
 container's process table, a holder that died, memory that is not sealed, a wrong digest) is asked for once more in
 chunks, by the same fetch within the same deadline, and the holder is not asked to share for a while.
@@ -13,7 +13,7 @@ from kvcomm_p2p.protocol.events import AdoptShared
 from kvcomm_p2p.protocol.flights import Flight, PullState
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
-from kvcomm_p2p.protocol.messages import Capability, MemberRecord, SharedBlock
+from kvcomm_p2p.protocol.messages import Capability, MemberRecord, SharedBlocks
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 
 SENT_INSTEAD_FIRST_S = 10.0
@@ -22,7 +22,7 @@ SENT_INSTEAD_FIRST_S = 10.0
 SENT_INSTEAD_MAX_S = 600.0
 
 
-class SharedBlocks:
+class Sharing:
     """With whom memory is shared. Counts blocks taken (`taken`) and blocks that had to be sent after all (`failed`)."""
 
     def __init__(self, me: MemberRecord, membership: Membership) -> None:
@@ -45,15 +45,19 @@ class SharedBlocks:
         """A peer is not remembered any more."""
         self._distrusted.forgive(peer)
 
-    def announced(self, pull: PullState, message: SharedBlock, now: float) -> AdoptShared | None:
-        """The holder offers a block: what to do about it, None if it offers what it may not."""
-        flight = pull.expects(message.ordinal, 0, message.length) if pull.shared else None
-        if flight is None or message.length != flight.want.kv_bytes:
-            return None
-        pull.current = message.ordinal
+    def offered(self, pull: PullState, message: SharedBlocks, now: float) -> list[tuple[Flight, AdoptShared]] | None:
+        """The holder offers blocks: what to do about each, None if it offers what it may not."""
+        taken: list[tuple[Flight, AdoptShared]] = []
+        for block in message.blocks:
+            flight = pull.expects(block.ordinal, 0, block.length) if pull.shared else None
+            if flight is None or block.length != flight.want.kv_bytes:
+                return None
+            pull.current = block.ordinal
+            flight.arrived = flight.sharing = True
+            want = flight.want
+            taken.append((flight, AdoptShared(want.handle, want.kv_bytes, want.digest, message.pid, block)))
         pull.progress_at = now
-        flight.arrived = flight.sharing = True
-        return AdoptShared(flight.want.handle, flight.want.kv_bytes, flight.want.digest, message)
+        return taken
 
     def read(self, flight: Flight, ok: bool, now: float) -> None:
         """An offered block was taken, or could not be. Either way the holder may let go of it."""

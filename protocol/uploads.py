@@ -29,7 +29,7 @@ from kvcomm_p2p.protocol.messages import (
     Tokens,
 )
 from kvcomm_p2p.protocol.pool import Lease, Pool, may_see
-from kvcomm_p2p.protocol.shared_blocks import SharedBlocks
+from kvcomm_p2p.protocol.shared_blocks import Sharing
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Upload:
 class Uploads:
     """Uploads in progress, at most `uploads_max` and at most half of them for one peer (so one cannot shut out all)."""
 
-    def __init__(self, config: NodeConfig, pool: Pool, membership: Membership, sharing: SharedBlocks) -> None:
+    def __init__(self, config: NodeConfig, pool: Pool, membership: Membership, sharing: Sharing) -> None:
         self._config = config
         self._sharing = sharing
         self._pool = pool

@@ -62,6 +62,7 @@ from kvcomm_p2p.protocol.messages.pulls import (
     PullFailed,
     PullFailedReason,
     SharedBlock,
+    SharedBlocks,
 )
 from kvcomm_p2p.protocol.messages.shards import (
     AGE_S_MAX,
@@ -97,7 +98,7 @@ Message = Union[
     CancelPull,
     Chunk,
     PullFailed,
-    SharedBlock,
+    SharedBlocks,
     Ping,
     PingRequest,
     Pong,
@@ -176,6 +177,7 @@ __all__ = [
     "ShardResend",
     "ShardRow",
     "SharedBlock",
+    "SharedBlocks",
     "Status",
     "Syn",
     "SynAck",

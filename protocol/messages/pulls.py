@@ -87,17 +87,12 @@ class Chunk(Struct, frozen=True, array_like=True, tag=14):
         require(self.offset + self.length <= BLOCK_BYTES_MAX, "chunk ends behind the largest block")
 
 
-class SharedBlock(Struct, frozen=True, array_like=True, tag=24):
-    """In place of chunks: all `length` bytes of the block at position `ordinal` of the pull stand at `offset` of sealed
-    memory that process `pid` has open as `descriptor`. They stay there until they are credited.
-
-    Both integers are as the holder's process table knows them. `file_id` (the inode) names the memory itself, because
-    processes and descriptors come and go and their numbers are used again.
+class SharedBlock(Struct, frozen=True, array_like=True):
+    """All `length` bytes of the block at position `ordinal` of a pull stand at `offset` of sealed memory that the holder
+    has open as `descriptor`. `file_id` (the inode) names the memory itself, because numbers of descriptors are used again.
     """
 
-    pull_id: CounterField
     ordinal: OrdinalField
-    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     descriptor: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     file_id: CounterField
     offset: Annotated[int, Meta(ge=0, le=SHARED_BYTES_MAX)]
@@ -105,6 +100,15 @@ class SharedBlock(Struct, frozen=True, array_like=True, tag=24):
 
     def __post_init__(self) -> None:
         require(self.offset + self.length <= SHARED_BYTES_MAX, "block ends behind the largest shared memory")
+
+
+class SharedBlocks(Struct, frozen=True, array_like=True, tag=24):
+    """In place of their chunks: where these blocks stand in the memory of process `pid` (as the holder's process table
+    numbers it). They stay there until they are credited."""
+
+    pull_id: CounterField
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    blocks: Annotated[tuple[SharedBlock, ...], Meta(min_length=1, max_length=PULL_BLOCKS_MAX)]
 
 
 class PullFailedReason(enum.IntEnum):

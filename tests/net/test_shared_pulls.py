@@ -14,7 +14,7 @@ import pytest
 from net_nodes import TestNode, block_bytes, describe, make_anchor, wait_until, wants_of
 from test_net_processes import BLOCK_BYTES, BLOCKS, check_outcome, holder_process, the_holder
 
-from kvcomm_p2p.net import interpreter
+from kvcomm_p2p.net import block_mover
 from kvcomm_p2p.net.counters import WireCounters
 from kvcomm_p2p.net.driver import FetchResult
 from kvcomm_p2p.net.memory_transport import MemoryHub, MemoryTransport
@@ -182,7 +182,7 @@ def check_fallback(pair: Pair) -> None:
     assert counted.payload_bytes_received == 4 * SMALL
     assert result.wait_lost_s == 0.0
     check_whole(pair.puller, fetch(pair.puller, pair.holder, pair.anchor), 4)
-    assert wire(pair.puller).received["SharedBlock"] == 4
+    assert wire(pair.puller).received["SharedBlocks"] == 1
     assert pair.holder.ask(lambda driver: driver.stats().node.violations) == 0
     assert pair.puller.ask(lambda driver: driver.stats().node.violations) == 0
     assert (len(pair.puller.store), pair.puller.store.held_bytes, pair.puller.store.reserved_bytes) == (0, 0, 0)
@@ -207,7 +207,7 @@ def test_a_process_that_cannot_be_reached(pair: Pair, monkeypatch: pytest.Monkey
     if not child:
         signal.pause()
     try:
-        monkeypatch.setattr(interpreter, "os", SimpleNamespace(getpid=lambda: child))
+        monkeypatch.setattr(block_mover, "os", SimpleNamespace(getpid=lambda: child))
         place = pair.holder.store.place(pair.anchor.handles[0])
         assert place is not None
         pair.point_to(place._replace(file_id=place.file_id + 1))
@@ -284,7 +284,7 @@ def test_only_where_both_offer_it(sharing: str) -> None:
         pair = Pair(holder, puller)
         check_whole(puller, fetch(puller, holder, pair.anchor), 4)
         assert wire(puller).payload_bytes_received == 4 * SMALL
-        assert wire(puller).received["SharedBlock"] == 0
+        assert wire(puller).received["SharedBlocks"] == 0
 
 
 def test_a_holder_that_shares_sends_to_who_does_not() -> None:

@@ -83,6 +83,15 @@ rumours = st.lists(
 ).map(tuple)
 seq = st.integers(1, m.COUNTER_MAX)
 
+shared_blocks = st.builds(
+    m.SharedBlock,
+    ordinal,
+    st.integers(0, 2**31 - 1),
+    counter,
+    st.integers(0, m.SHARED_BYTES_MAX - m.BLOCK_BYTES_MAX),
+    block_size,
+)
+
 messages: st.SearchStrategy[m.Message] = st.one_of(
     st.builds(
         lambda a, b, *rest: m.Hello(min(a, b), max(a, b), *rest),
@@ -119,13 +128,9 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
         st.floats(0, m.RETRY_AFTER_S_MAX),
     ),
     st.builds(
-        m.SharedBlock,
+        m.SharedBlocks,
         counter,
-        ordinal,
         st.integers(1, 2**31 - 1),
-        st.integers(0, 2**31 - 1),
-        counter,
-        st.integers(0, m.SHARED_BYTES_MAX - m.BLOCK_BYTES_MAX),
-        block_size,
+        st.lists(shared_blocks, min_size=1, max_size=4).map(tuple),
     ),
 )

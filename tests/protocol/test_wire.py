@@ -48,7 +48,7 @@ SAMPLES: dict[str, m.Message] = {
     "ping_request": m.PingRequest(7, SENDER),
     "pong": m.Pong(7, SENDER, 2, 3),
     "no_pong": m.NoPong(7),
-    "shared_block": m.SharedBlock(6, 1, 4711, 17, 2**31 + 5, 4096, 1_474_560),
+    "shared_blocks": m.SharedBlocks(6, 4711, (m.SharedBlock(1, 17, 2**31 + 5, 4096, 1_474_560),)),
 }
 
 
