@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcomm_p2p.protocol.anchors import Miss, MissReason
+from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
 from kvcomm_p2p.protocol.events import (
+    AdoptShared,
+    BlockVerified,
     ChunkReceived,
     Effect,
     Event,
@@ -36,6 +38,7 @@ from kvcomm_p2p.protocol.messages import (
     Pong,
     PullFailed,
     PullFailedReason,
+    SharedBlocks,
     Syn,
     SynAck,
     Tokens,
@@ -114,6 +117,7 @@ class PeerStats:
         self._own_seq = own_seq
         self._peers: dict[NodeId, PeerCounts] = {}
         self._holders: dict[tuple[type, int], NodeId] = {}
+        self._adopting: dict[BlockHandle, tuple[NodeId, int]] = {}
         self._asked_at: dict[tuple[NodeId, type, int], float] = {}
         self._news: deque[tuple[int, float]] = deque(maxlen=NEWS_TRACKED_MAX)
         self._seq = own_seq()
@@ -121,6 +125,7 @@ class PeerStats:
         self._on_event: dict[type, Callable[[Any, Sequence[Effect], float], None]] = {
             MessageReceived: self._message,
             ChunkReceived: self._chunk,
+            BlockVerified: self._adopted,
             FetchRequested: lambda event, _, now: self._remember(FinishFetch, event.fetch_id, event.holder),
             TokensRequested: lambda event, _, now: self._remember(FinishTokens, event.request_id, event.holder),
         }
@@ -204,6 +209,12 @@ class PeerStats:
             counts = self._of(sender)
             if counts is not None:
                 counts.busy_told += 1
+        elif isinstance(message, SharedBlocks):
+            for effect in effects:
+                if isinstance(effect, AdoptShared):
+                    self._adopting[effect.handle] = (sender, effect.kv_bytes)
+            while len(self._adopting) > QUESTIONS_MAX:
+                del self._adopting[next(iter(self._adopting))]
         if isinstance(message, Syn | SynAck):
             self._digest(sender, getattr(message, "digest", ()), now)
 
@@ -229,6 +240,13 @@ class PeerStats:
             counts = self._of(event.sender)
             if counts is not None:
                 counts.pulled_bytes += event.length
+
+    def _adopted(self, event: BlockVerified, effects: Sequence[Effect], now: float) -> None:
+        """A block of a pull was checked; if it stood in shared memory, its bytes are here only now."""
+        sender, kv_bytes = self._adopting.pop(event.handle, (None, 0))
+        counts = self._of(sender) if sender is not None and event.ok else None
+        if counts is not None:
+            counts.pulled_bytes += kv_bytes
 
     def _uploaded(self, effect: SendBlock, now: float) -> None:
         counts = self._of(effect.to)

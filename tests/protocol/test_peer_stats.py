@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol_harness import TOKEN_BYTES, Network, joined, make_node, meta, record, wants
+from protocol_harness import TOKEN_BYTES, Network, joined, make_node, meta, new_handle, record, wants
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
@@ -76,6 +76,20 @@ def test_busy_is_counted_at_both_ends() -> None:
     [seen] = node.peers()
     assert (seen.busy_told, seen.busy_given) == (1, 1)
     assert holder.node_id not in {each.node_id for each in node.peers()}
+
+
+def test_blocks_in_shared_memory_count_once_they_are_taken() -> None:
+    stats = PeerStats(lambda: record(0), lambda peer: True, lambda peer, now: 0.0, lambda: 0)
+    blocks = tuple(m.SharedBlock(index, 3, 4, 0, 256) for index in range(2))
+    handles = [new_handle(), new_handle()]
+    offered = [ev.AdoptShared(handle, 256, bytes(32), 7, block) for handle, block in zip(handles, blocks, strict=True)]
+    peer = record(1).node_id
+    stats.observe(ev.MessageReceived(peer, m.SharedBlocks(1, 7, blocks)), offered, 0.0)
+    assert stats.get(peer).pulled_bytes == 0
+    stats.observe(ev.BlockVerified(handles[0], True), [], 0.1)
+    stats.observe(ev.BlockVerified(handles[1], False), [], 0.1)
+    stats.observe(ev.BlockVerified(handles[0], True), [], 0.1)
+    assert stats.get(peer).pulled_bytes == 256
 
 
 def test_violations_are_counted_for_the_peer_that_committed_them() -> None:
