@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from kvcomm_p2p.protocol.errors import SettingsError
 from kvcomm_p2p.protocol.messages import CLUSTER_ID_BYTES, COUNTER_MAX, RETRY_AFTER_S_MAX
 
 MIB = 1024 * 1024
+ERASING_KEY_BYTES = 16
 
 PEERS_MAX_MAX = 2048
 DELTA_BYTES_MAX_MAX = 128 * 1024
@@ -112,29 +113,43 @@ class NodeConfig:
     penalty_max_s: float = 30.0
     """Longest penalty. Larger: peers that recovered are used later."""
 
+    anchor_ttl_s: float = 0.0
+    """Seconds after which an anchor that nobody published again is forgotten; 0: never."""
+
+    erasing_key: bytes = field(default=bytes(ERASING_KEY_BYTES), repr=False)
+    """16 bytes by which content to be erased is named; equal on all nodes of the cluster, derived from its secret."""
+
     def __post_init__(self) -> None:
         problems = self._bad_numbers()
-        if all(isinstance(getattr(self, field.name), int | float | bytes) or field.name == "directory" for field in fields(self)):
+        if all(
+            isinstance(getattr(self, item.name), int | float | bytes) or item.name == "directory"
+            for item in fields(self)
+        ):
             problems += self._bad_relations()
         if problems:
             raise SettingsError(tuple(problems))
 
     def _bad_numbers(self) -> list[str]:
         problems: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "cluster_id":
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "cluster_id":
                 if not isinstance(value, bytes) or len(value) != CLUSTER_ID_BYTES:
                     problems.append(f"cluster_id must be {CLUSTER_ID_BYTES} bytes")
-            elif field.name == "directory":
+            elif item.name == "erasing_key":
+                if not isinstance(value, bytes) or len(value) != ERASING_KEY_BYTES:
+                    problems.append(f"erasing_key must be {ERASING_KEY_BYTES} bytes")
+            elif item.name == "anchor_ttl_s" and value == 0:
+                continue
+            elif item.name == "directory":
                 if value not in DIRECTORY_MODES:
                     problems.append(f"directory must be one of {', '.join(DIRECTORY_MODES)}, not {value!r}")
             elif isinstance(value, bool) or not isinstance(value, int | float):
-                problems.append(f"{field.name} must be a number, not {value!r}")
+                problems.append(f"{item.name} must be a number, not {value!r}")
             elif not (math.isfinite(value) and 0 < value <= COUNTER_MAX):
-                problems.append(f"{field.name} must be above 0 and finite, not {value}")
-            elif not field.name.endswith("_s") and not isinstance(value, int):
-                problems.append(f"{field.name} must be a whole number, not {value}")
+                problems.append(f"{item.name} must be above 0 and finite, not {value}")
+            elif not item.name.endswith("_s") and not isinstance(value, int):
+                problems.append(f"{item.name} must be a whole number, not {value}")
         return problems
 
     def _bad_relations(self) -> list[str]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.messages import MemberRecord, Message, RefusedReason, SharedBlock
+from kvcomm_p2p.protocol.messages import Erasure, MemberRecord, Message, RefusedReason, SharedBlock
 
 
 class Plane(enum.Enum):
@@ -181,6 +181,14 @@ class BlockUnavailable:
 
 
 @dataclass(frozen=True, slots=True)
+class EraseRequested:
+    """Carry out these erasures here, and remember them; `everywhere`: tell all members, who do the same."""
+
+    erasures: tuple[Erasure, ...]
+    everywhere: bool
+
+
+@dataclass(frozen=True, slots=True)
 class HeadSigned:
     """Answer to SignHead. A driver without a key never answers: heads then stay unsigned."""
 
@@ -216,6 +224,7 @@ Event = Union[
     BlockUnavailable,
     HeadSigned,
     HeadVerified,
+    EraseRequested,
 ]
 
 
@@ -401,6 +410,13 @@ class ReportPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportErased:
+    """These anchors were just erased from the pool: whatever was learned from content must be forgotten, too."""
+
+    anchor_ids: tuple[AnchorId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SignHead:
     """Sign the canonical bytes of our own log's head (`messages.origin_head`); report HeadSigned.
 
@@ -436,4 +452,5 @@ Effect = Union[
     ReportPeer,
     SignHead,
     VerifyHead,
+    ReportErased,
 ]

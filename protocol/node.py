@@ -10,6 +10,7 @@ from typing import Any
 from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.community import Community
 from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.custody import Custody
 from kvcomm_p2p.protocol.events import (
     AnchorsForgotten,
     AnchorsPublished,
@@ -20,6 +21,7 @@ from kvcomm_p2p.protocol.events import (
     ChunkReceived,
     DropBlock,
     Effect,
+    EraseRequested,
     Event,
     FetchCancelled,
     FetchRequested,
@@ -47,6 +49,8 @@ from kvcomm_p2p.protocol.messages import (
     CancelPull,
     Chunk,
     Credit,
+    ErasuresKnown,
+    Forget,
     GetTokens,
     Hello,
     MemberRecord,
@@ -109,6 +113,7 @@ class Node:
         self._pulls = Pulls(config, self._members, self._penalties, self._sharing)
         self._uploads = Uploads(config, self._pool, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
+        self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._on_pool_change)
         self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
         self._counted = PeerStats(
             lambda: self.me,
@@ -118,8 +123,6 @@ class Node:
         )
         self._messages: dict[str, int] = {}
         self._violations = 0
-        self._rejected = 0
-        self._invalidated = 0
         self._on_event: dict[type, Callable[[Any, float], list[Effect]]] = {
             JoinRequested: self._community.join,
             LeaveRequested: self._on_leave,
@@ -128,9 +131,10 @@ class Node:
             ChunkReceived: self._on_chunk,
             PeerUnreachable: lambda event, now: self._community.unreachable(event.peer, now),
             IdentityRenewed: self._community.renewed,
-            AnchorsPublished: self._on_published,
-            AnchorsForgotten: lambda event, now: self._on_pool_change(self._pool.forget(event.anchor_ids), now),
-            AnchorsUsed: self._on_used,
+            AnchorsPublished: self._custody.publish,
+            AnchorsForgotten: self._custody.forget,
+            AnchorsUsed: self._custody.use,
+            EraseRequested: self._custody.erasing.requested,
             LookupRequested: self._on_lookup,
             TokensRequested: self._on_tokens_requested,
             FetchRequested: self._on_fetch,
@@ -151,7 +155,7 @@ class Node:
             SynAck: self._community.exchange.syn_ack,
             Ack: lambda sender, message, now: self._community.exchange.ack(message, now),
             GetTokens: self._on_get_tokens,
-            Tokens: lambda sender, message, now: self._tokens.answered(sender, message),
+            Tokens: lambda sender, message, now: self._custody.screened(self._tokens.answered(sender, message)),
             NoTokens: lambda sender, message, now: self._tokens.answered(sender, message),
             Pull: self._uploads.start,
             Credit: self._uploads.credit,
@@ -163,6 +167,8 @@ class Node:
             ShardResend: self._shards.resend,
             ShardAsk: self._shards.ask,
             ShardAnswer: self._shards.answer,
+            Forget: self._custody.erasing.told,
+            ErasuresKnown: self._custody.erasing.compared,
         }
 
     @property
@@ -181,6 +187,8 @@ class Node:
         effects = self._on_event[type(event)](event, now)
         if not self._left:
             effects += self._community.settle(now)
+            came = [e.peer for e in effects if isinstance(e, ReportPeer) and e.change in ("joined", "returned")]
+            effects += [hint for peer in came for hint in self._custody.erasing.greet(peer)]
         effects = effects + self._after_peers_went(now)
         self._counted.observe(event, effects, now)
         return effects
@@ -189,6 +197,7 @@ class Node:
         """When the node wants TimerExpired. May be in the past: then at once. Infinity after it has left."""
         return min(
             math.inf if self._left else min(self._community.next_deadline(), self._shards.next_deadline()),
+            math.inf if self._left else self._custody.next_deadline(),
             self._pulls.next_deadline(),
             self._tokens.next_deadline(),
             self._uploads.next_deadline(),
@@ -254,11 +263,11 @@ class Node:
             unknown_senders=self._community.exchange.unknown_senders,
             unasked_chunks=self._pulls.unasked_chunks,
             busy=self._uploads.busy,
-            rejected_anchors=self._rejected,
+            rejected_anchors=self._custody.rejected,
             refused_deltas=replicas.refused,
             messages=dict(self._messages),
             misses={reason.value: count for reason, count in self._pulls.misses.items()},
-            invalidated=self._invalidated,
+            invalidated=self._custody.invalidated,
             sync_counts=tuple(self._counted.sync.counts),
             sync_sum_s=self._counted.sync.sum_s,
             failed_probes=self._community.probes.failed,
@@ -272,12 +281,16 @@ class Node:
             return True
         if not self._members.is_alive(holder) or not may_see(meta, self.me.groups):
             return False
+        if self._custody.erasing.is_erased(meta):
+            return False
         return self._penalties.left_s(holder, self._now) == 0
 
     def _on_timer(self, event: TimerExpired, now: float) -> list[Effect]:
         effects = self._tokens.tick(now) + self._pulls.tick(now)
         self._uploads.tick(now)
-        return effects if self._left else effects + self._community.tick(now) + self._shards.tick(now)
+        if self._left:
+            return effects
+        return effects + self._community.tick(now) + self._shards.tick(now) + self._custody.tick(now)
 
     def _on_leave(self, event: LeaveRequested, now: float) -> list[Effect]:
         self._left = True
@@ -336,19 +349,9 @@ class Node:
             self._counted.forget(peer)
         return effects
 
-    def _on_published(self, event: AnchorsPublished, now: float) -> list[Effect]:
-        return self._on_pool_change(self._pool.publish(event.anchors, now), now)
-
-    def _on_pool_change(self, change: PoolChange, now: float) -> list[Effect]:
+    def _on_pool_change(self, change: PoolChange, now: float) -> None:
         self._community.announce(change, now)
         self._shards.changed(change)
-        self._rejected += change.rejected
-        self._invalidated += len(change.removed)
-        return [DropBlock(handle) for handle in change.dropped]
-
-    def _on_used(self, event: AnchorsUsed, now: float) -> list[Effect]:
-        self._pool.use(event.anchor_ids, now)
-        return []
 
     def _on_lookup(self, event: LookupRequested, now: float) -> list[Effect]:
         if self._left:
@@ -381,9 +384,10 @@ class Node:
         return [SendMessage(sender, peer.record.control, answer)]
 
     def _on_fetch(self, event: FetchRequested, now: float) -> list[Effect]:
-        if not self._left:
+        refusal = Miss(MissReason.SHUTDOWN) if self._left else self._custody.refusal(event)
+        if refusal is None:
             return self._pulls.fetch(event, now)
-        missed = tuple(MissedBlock(want.key, Miss(MissReason.SHUTDOWN)) for want in event.wants)
+        missed = tuple(MissedBlock(want.key, refusal) for want in event.wants)
         dropped = [DropBlock(want.handle) for want in event.wants]
         return [*dropped, FinishFetch(event.fetch_id, (), missed, 0.0)]
 

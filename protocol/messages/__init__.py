@@ -5,13 +5,24 @@ are ignored by an older reader. Constructing one checks what holds between its f
 a peer can put an illegal message together. docs/protocol.md explains the exchanges; `wire` makes bytes of them.
 
 Tags: 1-4 joining, 5-7 gossip, 8-10 token ids, 11-15 pulls, 16-19 failure detection by probes, 20-23 the sharded
-directory, 24 and 26 further ways to deliver a block, 25 erasing.
+directory, 24 blocks in shared memory, 25 and 30 erasing.
 """
 
 from __future__ import annotations
 
 from typing import Union
 
+from kvcomm_p2p.protocol.messages.erasing import (
+    ERASURE_ANCHORS_MAX,
+    ERASURE_HASHES_MAX,
+    ERASURE_ID_BYTES,
+    ERASURE_S,
+    ERASURES_PER_MESSAGE_MAX,
+    STRETCH_TOKENS,
+    Erasure,
+    ErasuresKnown,
+    Forget,
+)
 from kvcomm_p2p.protocol.messages.fields import (
     ADDRESS_CHARS_MAX,
     BLOCK_BYTES_MAX,
@@ -107,6 +118,8 @@ Message = Union[
     ShardResend,
     ShardAsk,
     ShardAnswer,
+    Forget,
+    ErasuresKnown,
 ]
 
 __all__ = [
@@ -125,6 +138,11 @@ __all__ = [
     "DELTA_ENTRIES_MAX",
     "DETAIL_CHARS_MAX",
     "DIGEST_ENTRIES_MAX",
+    "ERASURES_PER_MESSAGE_MAX",
+    "ERASURE_ANCHORS_MAX",
+    "ERASURE_HASHES_MAX",
+    "ERASURE_ID_BYTES",
+    "ERASURE_S",
     "FINGERPRINT_BYTES",
     "GROUPS_MAX",
     "GROUP_TAG_BYTES",
@@ -144,6 +162,7 @@ __all__ = [
     "SHARED_BYTES_MAX",
     "SIGNATURE_BYTES",
     "SIMHASHES_BYTES",
+    "STRETCH_TOKENS",
     "Ack",
     "Bye",
     "CancelPull",
@@ -153,6 +172,9 @@ __all__ = [
     "Del",
     "DigestEntry",
     "Encoding",
+    "Erasure",
+    "ErasuresKnown",
+    "Forget",
     "GetTokens",
     "Hello",
     "MemberRecord",
