@@ -96,7 +96,11 @@ class AnchorMaker:
             handles, digests = (self._small,) * shape.blocks, (self._small_digest,) * shape.blocks
         else:
             contents = [content(number, index, shape) for index in range(shape.blocks)]
-            handles = tuple(self._store.put(each) for each in contents)
+            composed = self._store.compose([shape.block_kv_bytes] * shape.blocks)
+            for buffer, each in zip(composed.buffers, contents, strict=True):
+                buffer[:] = each
+            composed.finish()
+            handles = composed.put()
             digests = tuple(hashlib.sha256(each).digest() for each in contents)
         return HeldAnchor(describe(number, shape), token_ids(shape), handles, digests)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import random
 import signal
 import threading
 import time
@@ -18,19 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcomm_p2p.errors import KVCommError
-from kvcomm_p2p.evaluation.cluster_anchors import MODEL, AnchorMaker, Shape, describe, lookup, number_of
+from kvcomm_p2p.evaluation.cluster_anchors import AnchorMaker, Shape, describe, lookup, number_of
+from kvcomm_p2p.evaluation.cluster_build import build
 from kvcomm_p2p.evaluation.process_use import process_use
-from kvcomm_p2p.net.driver import Driver, FetchResult
-from kvcomm_p2p.net.keys import ClusterKeys
-from kvcomm_p2p.net.lossy_transport import Faults, LossyTransport
-from kvcomm_p2p.net.transport import Addresses
-from kvcomm_p2p.net.zmq_transport import ZmqTransport
-from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.net.driver import FetchResult
+from kvcomm_p2p.net.lossy_transport import Faults
 from kvcomm_p2p.protocol.events import AnchorTokens
-from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, AnchorId, NodeId
-from kvcomm_p2p.protocol.messages import MemberRecord
-from kvcomm_p2p.protocol.node import Node
-from kvcomm_p2p.store import BlockStore
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 
 LOOK_S = 0.02
 """Changes that no frame brought (a timer ran out) are seen this late."""
@@ -42,35 +35,10 @@ class ClusterNode:
     """One node and what it can be told. Coroutines run on the driver's loop."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """`options`: name, secret (hex), and optionally node_id (hex), epoch, seed, config (fields of NodeConfig), ports,
-        host, advertise_host."""
+        """`options`: see `cluster_build.build`."""
         self.name: str = options["name"]
-        seed = options.get("seed", 0)
-        node_id = NodeId(bytes.fromhex(options.get("node_id") or os.urandom(NODE_ID_BYTES).hex()))
-        config = NodeConfig(**options.get("config", {}))
-        host = options.get("host", "127.0.0.1")
-        control_port, bulk_port = options.get("ports", (0, 0))
-        self.transport = LossyTransport(
-            ZmqTransport(
-                bind_host=host,
-                advertise_host=options.get("advertise_host", host),
-                control_port=control_port,
-                bulk_port=bulk_port,
-            ),
-            seed=seed,
-        )
-        self.store = BlockStore()
+        self.transport, self.store, self.driver = build(options)
         self.anchors = AnchorMaker(self.store)
-
-        def make_node(addresses: Addresses, now: float) -> Node:
-            me = MemberRecord(
-                node_id, options.get("epoch", 1), self.name, MODEL, control=addresses.control, bulk=addresses.bulk
-            )
-            return Node(config, me=me, rng=random.Random(f"{self.name}{seed}"), now=now)
-
-        self.driver = Driver(
-            make_node, self.transport, self.store, ClusterKeys.derive(bytes.fromhex(options["secret"]))
-        )
         self._seen: dict[str, tuple[str, int]] = {}
         self._history: deque[tuple[float, str, str, int]] = deque(maxlen=HISTORY_MAX)
         self._watching: asyncio.Task[None] | None = None

@@ -185,8 +185,9 @@ class Cluster:
         fresh = []
         for _ in range(count):
             number = next(self._names)
-            mine = {"name": f"node{number}", "seed": self._seed * 10_000 + number, "config": self._config, **options}
-            fresh.append(NodeProcess(mine.pop("name"), self._secret, prefix=self._prefix, **mine))
+            given = {"name": f"node{number}", "seed": self._seed * 10_000 + number, "config": self._config}
+            mine: dict[str, Any] = {"prefix": self._prefix, **given, **options}
+            fresh.append(NodeProcess(mine.pop("name"), self._secret, **mine))
         self.nodes += fresh
         for node in fresh:
             node.wait_ready()
