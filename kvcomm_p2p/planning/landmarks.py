@@ -3,8 +3,9 @@
 A fingerprint is a landmark when it is the smallest of some LANDMARK_WINDOW consecutive k-grams: winnowing again, with a
 larger window. Whether it is depends on those k-grams alone, so two texts that are equal over LANDMARK_TOKENS_MIN tokens,
 wherever those stand, hold one whole such window and have its minimum in common. About 2 / (LANDMARK_WINDOW + 1) per token
-are landmarks, four per 512 tokens, of 21 fingerprints. A shorter equal run has one in common by luck: measured on random
-tokens and on edited prose with 200 tokens about 0.95 times, with 128 tokens 0.8 times, with 64 tokens 0.5 times.
+are landmarks, four per 512 tokens, of 21 fingerprints. A shorter equal run has one in common by luck. Measured on random
+tokens (400 pairs of texts of 900 that share one run): with 250 tokens 0.99 times, 200: 0.86, 160: 0.73, 128: 0.55, 96:
+0.39, 64: 0.25.
 """
 
 from __future__ import annotations

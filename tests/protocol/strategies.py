@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, Visibility
-from kvcomm_p2p.protocol.ids import ChainHash
+from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
 
 counter = st.integers(0, m.COUNTER_MAX)
 id16 = st.binary(min_size=16, max_size=16)
@@ -92,6 +92,26 @@ shared_blocks = st.builds(
     block_size,
 )
 
+few_puts = st.lists(puts(), max_size=3).map(tuple)
+few_ids = st.lists(id16, max_size=3).map(tuple)
+eight_bytes = st.binary(min_size=8, max_size=8)
+age = st.integers(0, m.AGE_S_MAX)
+
+
+@st.composite
+def erasures(draw: st.DrawFn) -> m.Erasure:
+    """Signed or not, by hashes, by name or both."""
+    hashes = draw(st.binary(max_size=40).map(lambda raw: raw[: len(raw) // 8 * 8]))
+    anchor_ids = tuple(map(AnchorId, draw(st.lists(id16, min_size=0 if hashes else 1, max_size=4))))
+    key = draw(st.sampled_from((b"", b"k" * 32)))
+    age_s = draw(st.floats(0, m.ERASURE_S))
+    tokens = draw(st.sampled_from(m.STRETCH_TOKENS))
+    origin = NodeId(draw(id16))
+    return m.Erasure(draw(id16), origin, age_s, tokens, hashes, anchor_ids, key, b"s" * 64 if key else b"")
+
+
+rows = st.builds(m.ShardRow, id16, counter, puts())
+
 messages: st.SearchStrategy[m.Message] = st.one_of(
     st.builds(
         lambda a, b, *rest: m.Hello(min(a, b), max(a, b), *rest),
@@ -116,6 +136,41 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
     ),
     token_answers(),
     st.builds(m.NoTokens, counter),
+    st.builds(
+        m.ShardRegister,
+        counter,
+        st.booleans(),
+        st.booleans(),
+        few_puts,
+        few_ids,
+        counter,
+        eight_bytes,
+        counter,
+        counter,
+        age,
+    ),
+    st.builds(m.ShardResend, counter, age),
+    st.builds(
+        lambda ask_id, model, chains, words, own, s: m.ShardAsk(
+            ask_id,
+            model,
+            tuple(map(ChainHash, chains)),
+            words,
+            words * 2 if len(words) == 4 else words,
+            9,
+            8,
+            words[:2],
+            own,
+            s,
+        ),
+        counter,
+        id16,
+        few_ids,
+        st.binary(max_size=8).map(lambda raw: raw[: len(raw) // 4 * 4]),
+        st.booleans(),
+        age,
+    ),
+    st.builds(m.ShardAnswer, counter, st.booleans(), st.booleans(), st.lists(rows, max_size=3).map(tuple)),
     st.builds(m.Pull, counter, st.lists(pull_blocks, min_size=1, max_size=5).map(tuple), st.integers(1, m.COUNTER_MAX)),
     st.builds(m.Credit, counter, st.integers(1, m.COUNTER_MAX)),
     st.builds(m.CancelPull, counter),
@@ -126,6 +181,10 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
         ordinal | st.none(),
         st.sampled_from(m.PullFailedReason),
         st.floats(0, m.RETRY_AFTER_S_MAX),
+    ),
+    st.builds(m.Forget, st.lists(erasures(), max_size=4).map(tuple)),
+    st.builds(
+        m.ErasuresKnown, st.lists(st.binary(max_size=3).map(lambda raw: raw * 8), max_size=3).map(tuple), st.booleans()
     ),
     st.builds(
         m.SharedBlocks,

@@ -36,6 +36,10 @@ SAMPLES: dict[str, m.Message] = {
     "syn": m.Syn((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
     "syn_ack": m.SynAck((), (m.OriginDelta(MEMBER, 9, False, 6, 9, 2, (PUT, m.Del(8, ANCHOR))),)),
     "ack": m.Ack((m.OriginDelta(MEMBER, 9, True, 0, 9, 2, (PUT, LATER_PUT)),)),
+    "forget": m.Forget(
+        (m.Erasure(b"e" * 16, MEMBER.node_id, 1.5, 8, bytes(range(16)), (ANCHOR,), b"k" * 32, b"s" * 64),)
+    ),
+    "erasures_known": m.ErasuresKnown((b"e" * 8,), True),
     "get_tokens": m.GetTokens(5, ANCHOR, 64, 128),
     "tokens": m.Tokens(5, bytes(range(12)), (b"d" * 32,)),
     "no_tokens": m.NoTokens(5),
@@ -43,6 +47,12 @@ SAMPLES: dict[str, m.Message] = {
     "credit": m.Credit(6, 4096),
     "cancel_pull": m.CancelPull(6),
     "chunk": m.Chunk(6, 1, 0, 4096),
+    "shard_register": m.ShardRegister(1, True, True, (PUT,), (ANCHOR,), 1, b"x" * 8, 1, 300, 0),
+    "shard_resend": m.ShardResend(1, 5),
+    "shard_ask": m.ShardAsk(
+        7, record(1).model_id, (ChainHash(b"C" * 16),), b"abcd", b"s" * 8, 9, 64, b"\x01\x00", False, 5
+    ),
+    "shard_answer": m.ShardAnswer(7, True, False, (m.ShardRow(NodeId(b"n" * 16), 1, PUT),)),
     "pull_failed": m.PullFailed(6, None, m.PullFailedReason.BUSY, 0.5),
     "ping": m.Ping(7, (RUMOUR,)),
     "ping_request": m.PingRequest(7, SENDER),
