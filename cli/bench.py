@@ -144,9 +144,34 @@ def _given(model: str | None, **options: Any) -> dict[str, Any]:
     return {name: value for name, value in {"model": model, **options}.items() if value is not None}
 
 
+@bench.command()
+@guarded
+def costs(
+    model: Model = None,
+    table: Annotated[
+        Path | None, typer.Option("--table", metavar="PATH", help="Also write a table of costs for `kvcomm sim`.")
+    ] = None,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """What a request costs here, part by part: the constants that the simulator reckons with."""
+    load_settings()
+    from kvcomm_p2p.cli.cost_tables import write_table
+    from kvcomm_p2p.evaluation.costs import measure_costs
+
+    measured, result = measure_costs(stderr(), **_given(model))
+    if table is not None:
+        write_table(measured, table)
+    _show(result, as_json, save)
+
+
 def _measure(name: str, as_json: bool, save: Path | None, **options: Any) -> None:
     load_settings()
     result: Result = import_module(f"kvcomm_p2p.evaluation.{name}").run(stderr(), **options)
+    _show(result, as_json, save)
+
+
+def _show(result: Result, as_json: bool, save: Path | None) -> None:
     if save is not None:
         result.write(save)
     if as_json:

@@ -20,8 +20,8 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Seconds, tokens and bytes per second of one model on one machine.
 
     Computing R tokens against C cached ones takes forward_s + R * token_s + (R * C + R * R / 2) * attention_s. `find_s` and
-    `plan_s` are what looking up and planning take of the processor, waiting for peers not counted; `pull_block_s` is the
-    fixed cost of each pulled block at the puller. `decode_token_s`: one more token of an answer.
+    `plan_s` are what looking up and planning take of the processor, waiting for peers not counted; `frame_s` is what
+    taking in one control frame and answering it takes. `decode_token_s`: one more token of an answer.
     `origin`: "measured", "published" (`source` names where) or "written" (somebody's estimate).
     """
 
@@ -38,7 +38,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     decode_token_s: float
     find_s: float
     plan_s: float
-    pull_block_s: float
+    frame_s: float
     layers: int
     kv_heads: int
     key_dim: int
@@ -84,7 +84,7 @@ _POSITIVE = (
     "decode_token_s",
     "find_s",
     "plan_s",
-    "pull_block_s",
+    "frame_s",
     "layers",
     "kv_heads",
     "key_dim",

@@ -54,7 +54,7 @@ class Simulation:
         self.world = World(
             rng.getrandbits(64),
             Links(random.Random(rng.getrandbits(64)), inside, between),
-            Hardware(digest_bytes_per_s=table.digest_bytes_per_s),
+            Hardware(digest_bytes_per_s=table.digest_bytes_per_s, frame_s=table.frame_s),
         )
         self._rng = rng
         self._config = scenario.node_config()

@@ -321,7 +321,9 @@ class World:
             return
         target.contacts[machine.number] = self.now
         for delay_s in self.links.delays_s(machine.number, number, size):
-            self._post(delay_s, self._delivery(target, lambda: ev.MessageReceived(*wire.decode(frame))))
+            # Frames of one node wait for each other: it has one loop.
+            target.free_at = max(target.free_at, self.now + delay_s) + self.hardware.frame_s
+            self.at(target.free_at, self._delivery(target, lambda: ev.MessageReceived(*wire.decode(frame))))
 
     def _send_block(self, machine: SimNode, effect: ev.SendBlock) -> None:
         if effect.handle not in machine.references:
