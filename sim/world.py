@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvcomm_p2p.errors import InternalError
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import wire
@@ -26,7 +28,7 @@ from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.messages import Chunk, MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.sim.links import Links
-from kvcomm_p2p.sim.process import Promise, kept
+from kvcomm_p2p.sim.process import Promise
 
 SEAL_BYTES = 16
 """What the driver adds to every frame."""
@@ -37,6 +39,7 @@ CHUNK_BYTES = 1024 * 1024
 CONTENT_KEY = b"simulated content key".ljust(32, b".")
 """Under which all agents of a world name their content."""
 
+LOOKUP_DEADLINE_S = 1.0
 REFUSED_S = 0.0002
 """After so long a connection to nobody is refused."""
 
@@ -75,6 +78,8 @@ class SimNode:
     contacts: dict[int, float] = field(default_factory=dict)
     fetches: dict[int, Callable[[ev.FinishFetch], None]] = field(default_factory=dict)
     tokens: dict[int, Callable[[ev.FinishTokens], None]] = field(default_factory=dict)
+    lookups: dict[int, Callable[[ev.FinishLookup], None]] = field(default_factory=dict)
+    saved: ev.SaveState | None = None
     next_id: int = 1
 
     @property
@@ -118,7 +123,11 @@ class World:
             ev.RetainBlock: self._retain,
             ev.FinishFetch: self._finish_fetch,
             ev.FinishTokens: lambda machine, effect: machine.tokens.pop(effect.request_id)(effect),
+            ev.FinishLookup: lambda machine, effect: machine.lookups.pop(effect.request_id)(effect),
             ev.FinishJoin: lambda machine, effect: None,
+            ev.ReportErased: lambda machine, effect: None,
+            ev.SaveState: self._save,
+            ev.RenewIdentity: self._renew,
             ev.SaveState: lambda machine, effect: None,
             ev.ReportPeer: lambda machine, effect: self.reports.append((self.now, machine.number, effect)),
         }
@@ -190,7 +199,7 @@ class World:
         machine.generation += 1
         machine.waiting.clear()
         self.links.drop_flows(machine.number)
-        for waiting in (machine.fetches, machine.tokens):
+        for waiting in (machine.fetches, machine.tokens, machine.lookups):
             waiting.clear()
 
     # ------------------------------------------------------------------------------------------------------------ time
@@ -301,6 +310,14 @@ class World:
         if self.nodes[holder].spoils or handle in self.nodes[holder].spoiled:
             machine.spoiled[effect.handle] = None
 
+    def _save(self, machine: SimNode, effect: ev.SaveState) -> None:
+        machine.saved = effect
+
+    def _renew(self, machine: SimNode, effect: ev.RenewIdentity) -> None:
+        """What the driver does when peers know a later epoch than the disk did."""
+        record = msgspec.structs.replace(machine.node.me, epoch=effect.epoch)
+        self._post(0.0, self._delivery(machine, lambda: ev.IdentityRenewed(record)))
+
     def _retain(self, machine: SimNode, effect: ev.RetainBlock) -> None:
         machine.references[effect.handle] += 1
 
@@ -402,6 +419,10 @@ class World:
         self.handle(machine, ev.TokensRequested(request_id, holder, anchor, self.now + deadline_s))
         return promise
 
-    def look_up(self, machine: SimNode, lookup: Lookup) -> Promise[LookupResult]:
+    def look_up(self, machine: SimNode, lookup: Lookup, deadline_s: float = LOOKUP_DEADLINE_S) -> Promise[LookupResult]:
         """What the cluster has for a prompt, as far as this node can find out."""
-        return kept(machine.node.find(lookup))
+        promise: Promise[LookupResult] = Promise()
+        request_id, machine.next_id = machine.next_id, machine.next_id + 1
+        machine.lookups[request_id] = lambda finish: promise.resolve(finish.result)
+        self.handle(machine, ev.LookupRequested(request_id, lookup, self.now + deadline_s))
+        return promise
