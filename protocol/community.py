@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable
 
@@ -39,7 +38,8 @@ from kvcomm_p2p.protocol.messages import (
     Status,
     Welcome,
 )
-from kvcomm_p2p.protocol.pool import PoolChange, is_shared
+from kvcomm_p2p.protocol.metadata import Metadata
+from kvcomm_p2p.protocol.pool import PoolChange
 from kvcomm_p2p.protocol.probes import Probes
 
 WELCOME_MEMBERS_MAX = 32
@@ -51,12 +51,6 @@ RECONTACT_S_MIN = 1.0
 ADDRESSES_SAVED_MAX = 64
 ADDRESSES_SAVED_S = 5.0
 """Seconds between savings of where peers are, at least."""
-
-NEWS_FANOUT = 3
-"""Peers that hear of a change of our own at once, so that a small cluster knows within a round trip."""
-
-NEWS_DELAY_S = 0.01
-"""Changes within this time are told together."""
 
 
 class Community:
@@ -86,7 +80,12 @@ class Community:
         self.gone: list[NodeId] = []
         self.forgotten: list[NodeId] = []
         self.stalls = 0
-        self.exchange = Exchange(config, self.members, self.replicas, self.directory, self._carry_out)
+        self.exchange = Exchange(
+            config, self.members, self.replicas, self.directory, self._carry_out, self.introduction, now
+        )
+        self.metadata = Metadata(
+            config, self.members, self.replicas, self.directory, self.exchange, self.introduction, rng, now
+        )
         self._joining = Joining(config, me.control, self._hello)
         self._addresses = addresses
         self._saved = (incarnation, addresses)
@@ -94,8 +93,6 @@ class Community:
         self._refuted = 0
         self._round_at = now + rng.random() * config.gossip_interval_s
         self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
-        self._news_at = math.inf
-        self._told_at = -math.inf
 
     @property
     def me(self) -> MemberRecord:
@@ -105,7 +102,9 @@ class Community:
         return mean_s * (0.5 + self._rng.random())
 
     def next_deadline(self) -> float:
-        return min(self._round_at, self._news_at, self.probes.next_deadline(), self._joining.next_deadline())
+        return min(
+            self._round_at, self.metadata.next_deadline(), self.probes.next_deadline(), self._joining.next_deadline()
+        )
 
     def woke(self, now: float) -> None:
         """Before anything else at `now`: if we come late to what was due, the time between was no time to judge others
@@ -152,6 +151,7 @@ class Community:
             return []
         self.members.renew(member)
         self.replicas.renew(member.epoch)
+        self.metadata.renewed()
         return [self._save(self._saved[1]), *[self.introduction(peer) for peer in self.members.reachable()]]
 
     def join(self, event: JoinRequested, now: float) -> list[Effect]:
@@ -168,29 +168,11 @@ class Community:
             effects += self._round(now)
         changes, asked = self.probes.tick(now)
         effects += self._carry_out(changes) + asked
-        if self._news_at <= now:
-            self._news_at = math.inf
-            self._told_at = now
-            alive = self.members.alive()
-            chosen = self._rng.sample(alive, min(NEWS_FANOUT, len(alive)))
-            effects += [self._contact(peer, now) for peer in chosen]
-        return effects
+        return effects + self.metadata.tick(now)
 
     def announce(self, change: PoolChange, now: float) -> None:
         """The pool changed: tell the directory, and the log of what peers may know."""
-        me, own = self.me.node_id, self.replicas.own
-        before = own.max_seq
-        added = {meta.anchor_id for meta in change.added if is_shared(meta)}
-        for meta in change.removed:
-            self.directory.remove(me, meta.anchor_id)
-            if meta.anchor_id not in added:
-                own.delete(meta.anchor_id, now)
-        for meta in change.added:
-            self.directory.add(me, meta)
-            if is_shared(meta):
-                own.put(meta)
-        if own.max_seq != before and math.isinf(self._news_at):
-            self._news_at = max(now + NEWS_DELAY_S, self._told_at + self._config.gossip_interval_s / 2)
+        self.metadata.announce(change, now)
 
     def unreachable(self, node_id: NodeId, now: float) -> list[Effect]:
         """Its connection was refused or broke: suspect, and nobody here waits for it any longer."""
@@ -301,7 +283,7 @@ class Community:
 
     def _round(self, now: float) -> list[Effect]:
         self._round_at = now + self._config.gossip_interval_s * (0.9 + 0.2 * self._rng.random())
-        self.replicas.collect(now, self._config.tombstone_s)
+        self.metadata.round(now)
         effects = self._carry_out(self.members.tick(now))
         reachable = self.members.reachable()
         if reachable:
@@ -363,6 +345,7 @@ class Community:
                 self.probes.joined(peer.node_id)
             if kind == "forgotten":
                 self.forgotten.append(peer.node_id)
+                self.metadata.forget(peer.node_id)
             else:
                 effects.append(ReportPeer(peer.node_id, peer.record.name, kind, detail))
         return effects

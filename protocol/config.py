@@ -53,6 +53,13 @@ class NodeConfig:
     delta_bytes_max: int = DELTA_BYTES_MAX_MAX
     """Bytes of log entries per gossip message. Larger: a newcomer catches up in fewer rounds, but bursts are bigger."""
 
+    gossip_bytes_per_s_max: int = 4_000_000
+    """Bytes of log entries sent per second at most, averaged. Larger: newcomers and healed partitions catch up sooner,
+    bursts are bigger."""
+
+    require_signatures: bool = False
+    """Whether news of a log count only with a head that its writer signed. Needs peers that have keys."""
+
     tombstone_s: float = 60.0
     """Seconds that a deletion is told. A peer that was away longer gets a fresh snapshot. Larger: more memory."""
 
@@ -144,6 +151,9 @@ class NodeConfig:
             elif item.name == "directory":
                 if value not in DIRECTORY_MODES:
                     problems.append(f"directory must be one of {', '.join(DIRECTORY_MODES)}, not {value!r}")
+            elif item.name == "require_signatures":
+                if not isinstance(value, bool):
+                    problems.append(f"require_signatures must be true or false, not {value!r}")
             elif isinstance(value, bool) or not isinstance(value, int | float):
                 problems.append(f"{item.name} must be a number, not {value!r}")
             elif not (math.isfinite(value) and 0 < value <= COUNTER_MAX):
@@ -167,6 +177,7 @@ class NodeConfig:
             ("anchors_per_peer_max", ">=", self.pool_anchors_max, "pool_anchors_max, since peers have the same limits"),
             ("directory_anchors_max", ">=", self.anchors_per_peer_max, "anchors_per_peer_max"),
             ("delta_bytes_max", ">=", 8192, "8192, room for the longest record and the largest anchor"),
+            ("gossip_bytes_per_s_max", ">=", 65536, "65536, or newcomers would hardly catch up"),
             ("delta_bytes_max", "<=", DELTA_BYTES_MAX_MAX, f"{DELTA_BYTES_MAX_MAX}, or a frame would be too long"),
             ("peers_max", "<=", PEERS_MAX_MAX, f"{PEERS_MAX_MAX}, or a digest would be too long"),
             ("busy_retry_s", "<=", RETRY_AFTER_S_MAX, f"{RETRY_AFTER_S_MAX}"),

@@ -1,4 +1,4 @@
-"""Who holds what, spread by push-pull reconciliation of per-origin logs.
+"""Who holds what: replicas of per-origin logs, what a peer lacks of them, and what its news change.
 
 Every node is the single writer of its own log: `Put` when an anchor becomes available, `Del` when it goes, numbered by
 `seq` without reuse within an epoch. A replica holds everything of a log up to its `max_seq` (only the latest entry of
@@ -8,24 +8,33 @@ writer raises `gc_floor`: whoever is still below it, and did not start from a sn
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.messages import (
-    COUNTER_MAX,
     DELTA_ENTRIES_MAX,
+    HASH_BYTES,
     Del,
     DigestEntry,
+    Head,
+    LogEntry,
     MemberRecord,
     OriginDelta,
     Put,
-    Status,
+    read_entry,
 )
+from kvcomm_p2p.protocol.origin_log import OriginLog, OwnLog
+from kvcomm_p2p.protocol.roster import Roster, States
 
 MUTED_ROUNDS = 50
 """Gossip rounds for which an origin that went over a limit is not listened to."""
+
+DELTA_BYTES_MIN = 256
+"""Upper bound of an OriginDelta's bytes without entries and member record."""
+
 
 ENTRY_BYTES_MAX = 160
 """Upper bound of a log entry's encoding, without its fingerprints."""
@@ -37,17 +46,23 @@ def entry_bytes_max(entry: Put | Del) -> int:
 
 
 def member_bytes_max(member: MemberRecord) -> int:
-    """Upper bound of the bytes of an OriginDelta without entries (a character takes at most 4 bytes)."""
-    return 160 + 4 * (len(member.name) + len(member.control) + len(member.bulk)) + 10 * len(member.groups)
+    """Upper bound of the bytes of a member record (a character takes at most 4 bytes)."""
+    return 320 + 4 * (len(member.name) + len(member.control) + len(member.bulk)) + 10 * len(member.groups)
 
 
-class Known(NamedTuple):
-    """A member as membership knows it. `wanted`: its anchors are of interest (it has not left)."""
+class Have(NamedTuple):
+    """How much of one log somebody has. `set_digest` is None where it is not known."""
 
-    member: MemberRecord
-    incarnation: int
-    wanted: bool
-    status: Status = Status.ALIVE
+    epoch: int
+    max_seq: int
+    gc_floor: int = 0
+    set_digest: int | None = None
+    signed: bool = False
+
+    @classmethod
+    def of(cls, entry: DigestEntry) -> Have:
+        digest = int.from_bytes(entry.set_digest, "little")
+        return cls(entry.epoch, entry.max_seq, entry.gc_floor, digest)
 
 
 class LogChange(NamedTuple):
@@ -58,93 +73,26 @@ class LogChange(NamedTuple):
     deleted: tuple[AnchorId, ...]
 
 
-class OriginLog:
-    """One origin's log as far as it is known here. Mutable; bounded by what `apply` and `append` let in."""
+class Verdict(enum.Enum):
+    """What became of a delta."""
 
-    __slots__ = ("_entries", "_seq_of", "epoch", "gc_floor", "max_seq", "puts")
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.max_seq = 0
-        self.gc_floor = 0
-        self.puts = 0
-        self._entries: dict[int, Put | Del] = {}
-        self._seq_of: dict[AnchorId, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __bool__(self) -> bool:
-        """An empty log is still a log: everything in it may have been deleted, and that has to be told."""
-        return True
-
-    def append(self, entry: Put | Del) -> None:
-        """Take in an entry above `max_seq`; it supersedes the earlier one of the same anchor."""
-        earlier = self._seq_of.pop(entry.anchor_id, None)
-        if earlier is not None:
-            self.puts -= isinstance(self._entries.pop(earlier), Put)
-        self._entries[entry.seq] = entry
-        self._seq_of[entry.anchor_id] = entry.seq
-        self.puts += isinstance(entry, Put)
-        self.max_seq = entry.seq
-
-    def latest(self, anchor_id: AnchorId) -> Put | Del | None:
-        seq = self._seq_of.get(anchor_id)
-        return None if seq is None else self._entries[seq]
-
-    def anchor_ids(self) -> list[AnchorId]:
-        """Anchors that the origin has now, in the order in which it told of them."""
-        return [entry.anchor_id for entry in self._entries.values() if isinstance(entry, Put)]
-
-    def after(self, seq: int) -> list[Put | Del]:
-        """Entries above `seq`, ascending. Costs as much as it returns."""
-        news: list[Put | Del] = []
-        for entry in reversed(self._entries.values()):
-            if entry.seq <= seq:
-                break
-            news.append(entry)
-        news.reverse()
-        return news
-
-    def raise_floor(self, floor: int) -> None:
-        """Forget deletions up to `floor`. Ignored unless everything up to there is known."""
-        if not self.gc_floor < floor <= self.max_seq:
-            return
-        self.gc_floor = floor
-        for seq in [seq for seq, entry in self._entries.items() if seq <= floor and isinstance(entry, Del)]:
-            del self._seq_of[self._entries.pop(seq).anchor_id]
+    APPLIED = "applied"
+    KNOWN = "known"
+    """Nothing new, or of an older epoch."""
+    GAP = "gap"
+    """It continues beyond what is known here: ask for what is between."""
+    REFUSED = "refused"
+    """Over a limit, or not listened to."""
+    DIVERGED = "diverged"
+    """What is known here is not what the writer says: it was thrown away, ask for all."""
 
 
-class OwnLog(OriginLog):
-    """The log that this node writes."""
+class Cut(NamedTuple):
+    """A delta and its bytes at most; `whole`: nothing of the log is left to send."""
 
-    __slots__ = ("_deleted_at", "_floor_at")
-
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
-        self._deleted_at: dict[int, float] = {}
-        self._floor_at = 0.0
-
-    def put(self, meta: AnchorMeta) -> None:
-        self.append(Put.of(self.max_seq + 1, meta))
-
-    def delete(self, anchor_id: AnchorId, now: float) -> None:
-        """Announce that an anchor is gone. Ignored for one that was never announced."""
-        if isinstance(self.latest(anchor_id), Put):
-            self.append(Del(self.max_seq + 1, anchor_id))
-            self._deleted_at[self.max_seq] = now
-
-    def collect(self, now: float, tombstone_s: float) -> None:
-        """Raise the floor over deletions older than `tombstone_s`, in steps of a quarter of it, so that a newcomer who
-        is still receiving its snapshot is rarely overtaken."""
-        if now - self._floor_at < tombstone_s / 4:
-            return
-        self._floor_at = now
-        old = [seq for seq, deleted_at in self._deleted_at.items() if now - deleted_at >= tombstone_s]
-        for seq in old:
-            del self._deleted_at[seq]
-        if old:
-            self.raise_floor(old[-1])
+    delta: OriginDelta
+    bytes: int
+    whole: bool
 
 
 class Replicas:
@@ -158,12 +106,15 @@ class Replicas:
         self._anchors_max = anchors_max
         self._entries_held = 0
         self._muted: dict[NodeId, int] = {}
+        self._states = States(Roster([(me, epoch)]))
+        self._own_hashed: tuple[int, ...] = ()
         self.refused = 0
+        self.diverged = 0
 
     @property
-    def anchors(self) -> int:
-        """Log entries of peers held here."""
-        return self._entries_held
+    def roster(self) -> Roster:
+        """The members whose logs hashes are about."""
+        return self._states.roster
 
     def log(self, origin: NodeId) -> OriginLog | None:
         return self._logs.get(origin)
@@ -173,117 +124,186 @@ class Replicas:
         return 0 if log is None else log.puts
 
     def renew(self, epoch: int) -> None:
-        """Our own log starts anew in a higher epoch, with everything that we still hold."""
+        """Our own log starts anew in a higher epoch, with everything that it lists."""
         log = OwnLog(epoch)
         for entry in self.own.after(0):
-            if isinstance(entry, Put):
-                log.put(entry.meta())
+            if entry.meta is not None:
+                log.put(entry.meta)
         self.own = self._logs[self.me] = log
+        self._own_hashed = ()
 
     def forget(self, origin: NodeId) -> None:
         self._muted.pop(origin, None)
         log = self._logs.pop(origin, None)
         if log is not None:
             self._entries_held -= len(log)
+            self._touch(origin)
+
+    def mute(self, origin: NodeId) -> None:
+        """Do not listen to its news for MUTED_ROUNDS."""
+        self._muted[origin] = MUTED_ROUNDS
+
+    def is_muted(self, origin: NodeId) -> bool:
+        return origin in self._muted
 
     def collect(self, now: float, tombstone_s: float) -> None:
         """Once per gossip round: forget old deletions of our own, and listen again to origins over the limits some
         day."""
         self.own.collect(now, tombstone_s)
-        self._muted = {origin: rounds - 1 for origin, rounds in self._muted.items() if rounds > 1}
+        if self._muted:
+            self._muted = {origin: rounds - 1 for origin, rounds in self._muted.items() if rounds > 1}
 
-    def digest(self, members: Iterable[Known]) -> tuple[DigestEntry, ...]:
-        """What is known here of `members`, in the order given. Unwanted and muted ones look complete: tell me
-        nothing."""
-        return tuple(self._digest_entry(known) for known in members)
+    # ----------------------------------------------------------------------------------------------------------- hashes
 
-    def _digest_entry(self, known: Known) -> DigestEntry:
-        origin, epoch = known.member.node_id, known.member.epoch
+    def count(self, roster: Roster) -> None:
+        """From now on hashes are about these members."""
+        self._states = States(roster)
+        for origin in self._logs:
+            self._touch(origin)
+
+    def _touch(self, origin: NodeId) -> None:
+        """Its log changed."""
         log = self._logs.get(origin)
-        if not known.wanted or origin in self._muted:
-            return DigestEntry(origin, epoch, known.incarnation, COUNTER_MAX, COUNTER_MAX, known.status)
+        counted = log is not None and log.epoch == self._states.roster.epochs.get(origin)
+        self._states.set(origin, log.state_hash(origin) if log is not None and counted else None)
+
+    def _hash_own(self) -> None:
+        own = self.own
+        hashed = (own.max_seq, own.gc_floor, own.set_digest, own.head.seq if own.head.signature else 0)
+        if hashed != self._own_hashed:
+            self._own_hashed = hashed
+            self._touch(self.me)
+
+    def state(self) -> bytes:
+        """Hash of the state of all logs that count. Costs nothing that grows with their number."""
+        self._hash_own()
+        return self._states.total()
+
+    def bucket_hashes(self) -> list[int]:
+        """64 bits per bucket."""
+        self._hash_own()
+        return self._states.buckets()
+
+    def row(self, origin: NodeId) -> tuple[int, int]:
+        """max_seq and state hash of a member."""
+        if origin == self.me:
+            self._hash_own()
+        log = self._logs.get(origin)
+        counted = log is not None and log.epoch == self._states.roster.epochs.get(origin)
+        return (log.max_seq if log is not None and counted else 0), self._states.get(origin)
+
+    def have(self, origin: NodeId, epoch: int) -> Have:
+        """How much of this epoch of a log is known here."""
+        log = self._logs.get(origin)
         if log is None or log.epoch != epoch:
-            return DigestEntry(origin, epoch, known.incarnation, 0, 0, known.status)
-        return DigestEntry(origin, epoch, known.incarnation, log.max_seq, log.gc_floor, known.status)
+            return Have(epoch, 0, 0, 0)
+        return Have(epoch, log.max_seq, log.gc_floor, log.set_digest)
 
-    def deltas(
-        self, members: Iterable[Known], digest: Iterable[DigestEntry], bytes_max: int
-    ) -> tuple[OriginDelta, ...]:
-        """What the writer of `digest` lacks of `members`: unknown origins first, then those with the fewest news.
+    # ------------------------------------------------------------------------------------------------------ news for others
 
-        Stays within `bytes_max`; a log that does not fit is sent up to some entry and continued next time.
-        """
-        known = {entry.node_id: entry for entry in digest}
-        stale: list[tuple[bool, int, NodeId, MemberRecord, int, _Start]] = []
-        for member, incarnation, *_ in members:
-            theirs = known.get(member.node_id)
-            start = self._start_for(member, theirs)
-            if start is not None:
-                stale.append((theirs is not None, len(start.news), member.node_id, member, incarnation, start))
-        stale.sort(key=lambda item: item[:3])
-        deltas: list[OriginDelta] = []
-        left = bytes_max
-        for *_, member, incarnation, start in stale:
-            delta, used = self._cut(member, incarnation, start, left)
-            if delta is not None:
-                deltas.append(delta)
-                left -= used
-        return tuple(deltas)
-
-    def _start_for(self, member: MemberRecord, theirs: DigestEntry | None) -> _Start | None:
-        log = self._logs.get(member.node_id)
-        if log is None or log.epoch != member.epoch:
-            log = None
-        if theirs is None or theirs.epoch < member.epoch:
-            return _Start(log, 0, False, [] if log is None else log.after(0))
-        if log is None or theirs.epoch > member.epoch:
+    def lacks(self, origin: NodeId, theirs: Have | None) -> int | None:
+        """How many numbers of a log somebody who has `theirs` lacks, at most; None if nothing can be told."""
+        log = self._logs.get(origin)
+        if log is None or (theirs is not None and theirs.epoch > log.epoch):
             return None
+        if theirs is None or theirs.epoch < log.epoch:
+            return log.max_seq
         if log.gc_floor > theirs.max_seq and log.gc_floor > theirs.gc_floor:
-            return _Start(log, 0, True, log.after(0))
-        if log.max_seq <= theirs.max_seq:
-            return None
-        return _Start(log, theirs.max_seq, False, log.after(theirs.max_seq))
+            return len(log)
+        if log.max_seq > theirs.max_seq:
+            return log.max_seq - theirs.max_seq
+        told = log.gc_floor > theirs.gc_floor or theirs.set_digest != log.set_digest or bool(log.head.signature)
+        return 0 if log.max_seq == theirs.max_seq and told else None
 
-    def _cut(
-        self, member: MemberRecord, incarnation: int, start: _Start, bytes_max: int
-    ) -> tuple[OriginDelta | None, int]:
-        used = member_bytes_max(member)
+    def cut(
+        self, origin: NodeId, theirs: Have | None, bytes_max: int, member: MemberRecord | None, incarnation: int
+    ) -> Cut | None:
+        """News of a log for somebody who has `theirs`, in at most `bytes_max`; None if there is nothing to tell or no
+        room for any of it. `member`: for who does not know the origin."""
+        if self.lacks(origin, theirs) is None:
+            return None
+        log = self._logs[origin]
+        fresh = theirs is None or theirs.epoch < log.epoch
+        start = 0 if theirs is None or fresh else theirs.max_seq
+        reset = theirs is not None and not fresh and log.gc_floor > start and log.gc_floor > theirs.gc_floor
+        start = 0 if reset else start
+        news = log.after(start)
+        used = DELTA_BYTES_MIN + (member_bytes_max(member) if member is not None else 0)
         if used > bytes_max:
-            return None, 0
-        taken: list[Put | Del] = []
-        for entry in start.news:
-            size = entry_bytes_max(entry)
+            return None
+        taken: list[bytes] = []
+        last = start
+        for entry in news:
+            size = entry.wire_bytes
             if used + size > bytes_max or len(taken) == DELTA_ENTRIES_MAX:
                 break
             used += size
-            taken.append(entry)
-        log = start.log
-        complete = len(taken) == len(start.news)
-        if not complete and not taken and (start.from_seq or start.reset):
-            return None, 0
-        to_seq = (log.max_seq if log is not None else 0) if complete else (taken[-1].seq if taken else start.from_seq)
-        floor = log.gc_floor if log is not None else 0
-        delta = OriginDelta(member, incarnation, start.reset, start.from_seq, to_seq, floor, tuple(taken))
-        return delta, used
+            taken.append(entry.raw)
+            last = entry.seq
+        whole = len(taken) == len(news)
+        if not taken and not whole and member is None:
+            return None
+        delta = OriginDelta(
+            node_id=origin,
+            epoch=log.epoch,
+            reset=reset,
+            from_seq=start,
+            to_seq=log.max_seq if whole else last,
+            gc_floor=log.gc_floor,
+            entries=tuple(taken),
+            log_seq=max(log.max_seq, log.whole_from),
+            **self._head_fields(log),
+            member=member,
+            incarnation=incarnation,
+        )
+        return Cut(delta, used, whole)
 
-    def apply(self, delta: OriginDelta) -> LogChange | None:
-        """Take in news of a peer. None: nothing to apply (already known, older epoch, a gap, or over a limit)."""
-        origin, epoch = delta.member.node_id, delta.member.epoch
+    def _head_fields(self, log: OriginLog) -> dict[str, int | bytes]:
+        head = log.head
+        if log is self.own and not head.signature:
+            head = Head(log.max_seq, log.set_digest)
+        digest = head.digest.to_bytes(HASH_BYTES, "little")
+        return {"head_seq": head.seq, "head_digest": digest, "head_signature": head.signature}
+
+    def introduction(self, member: MemberRecord, incarnation: int, room: int, entries_room: int) -> Cut | None:
+        """A member for somebody who does not know it, with as much of its log as there is room for."""
+        least = DELTA_BYTES_MIN + member_bytes_max(member)
+        if least > room:
+            return None
+        log = self._logs.get(member.node_id)
+        known = log is not None and log.epoch == member.epoch
+        cut = (
+            self.cut(member.node_id, None, min(room, max(entries_room, least)), member, incarnation) if known else None
+        )
+        if cut is not None:
+            return cut
+        delta = OriginDelta(member.node_id, member.epoch, False, 0, 0, 0, (), member=member, incarnation=incarnation)
+        return Cut(delta, least, not known)
+
+    # ---------------------------------------------------------------------------------------------------- news from others
+
+    def apply(self, delta: OriginDelta) -> tuple[Verdict, LogChange | None]:
+        """Take in news of a peer."""
+        origin, epoch = delta.node_id, delta.epoch
         log = self._logs.get(origin)
         if origin == self.me or (log is not None and log.epoch > epoch):
-            return None
+            return Verdict.KNOWN, None
+        if origin in self._muted:
+            return Verdict.REFUSED, None
         fresh = log is None or log.epoch < epoch
-        if not fresh and log is not None and not self._continues(log, delta):
-            return None
         if fresh and delta.from_seq:
-            return None
+            return Verdict.GAP, None
+        if not fresh and log is not None and not self._continues(log, delta):
+            return self._not_continued(origin, log, delta)
         restart = fresh or delta.reset
         target = OriginLog(epoch) if restart or log is None else log
-        if not self._fits(target, log, delta):
+        news = [entry for entry in map(read_entry, delta.entries) if entry.seq > target.max_seq]
+        if not self._fits(target, log, len(news)):
             self.refused += 1
-            self._muted[origin] = MUTED_ROUNDS
-            return None
-        return self._install(origin, log, target, delta, restart)
+            self.mute(origin)
+            return Verdict.REFUSED, None
+        change = self._install(log, target, delta, news, restart)
+        return self._checked(origin, target, change)
 
     @staticmethod
     def _continues(log: OriginLog, delta: OriginDelta) -> bool:
@@ -294,39 +314,78 @@ class Replicas:
         told = delta.gc_floor <= log.max_seq or delta.gc_floor <= log.gc_floor
         return told and delta.from_seq <= log.max_seq < delta.to_seq
 
-    def _fits(self, target: OriginLog, replaced: OriginLog | None, delta: OriginDelta) -> bool:
+    def _not_continued(self, origin: NodeId, log: OriginLog, delta: OriginDelta) -> tuple[Verdict, LogChange | None]:
+        if delta.to_seq > log.max_seq:
+            return Verdict.GAP, None
+        if delta.to_seq == log.max_seq:
+            self._learn_head(log, delta)
+            before = len(log)
+            log.raise_floor(delta.gc_floor)
+            self._entries_held -= before - len(log)
+            self._touch(origin)
+            verdict, change = self._checked(origin, log, None)
+            return (verdict, change) if verdict is Verdict.DIVERGED else (Verdict.KNOWN, None)
+        return Verdict.KNOWN, None
+
+    def _checked(self, origin: NodeId, log: OriginLog, change: LogChange | None) -> tuple[Verdict, LogChange | None]:
+        """A log that is not what its writer says of it is thrown away, unless that word still has to be verified."""
+        if not log.contradicts_head or log.head.signature:
+            return Verdict.APPLIED, change
+        return self.discard(origin)
+
+    def discard(self, origin: NodeId) -> tuple[Verdict, LogChange]:
+        """What is known of this log is wrong: forget it and count that."""
+        self.diverged += 1
+        self.forget(origin)
+        return Verdict.DIVERGED, LogChange(True, (), ())
+
+    def _fits(self, target: OriginLog, replaced: OriginLog | None, more: int) -> bool:
         """Deletions count as entries: a peer cannot fill memory with them either (twice the anchors, since honest
         peers keep them for `tombstone_s`)."""
-        known = len(target) + sum(entry.seq > target.max_seq for entry in delta.entries)
+        known = len(target) + more
         if known > 2 * self._anchors_per_peer_max:
             return False
         freed = len(replaced) if replaced is not None else 0
         return self._entries_held - freed + known <= 2 * self._anchors_max
 
     def _install(
-        self, origin: NodeId, old: OriginLog | None, log: OriginLog, delta: OriginDelta, restart: bool
+        self, old: OriginLog | None, log: OriginLog, delta: OriginDelta, news: Iterable[LogEntry], restart: bool
     ) -> LogChange:
         before = 0 if old is None else len(old)
         put: dict[AnchorId, AnchorMeta] = {}
         deleted: dict[AnchorId, None] = {}
-        for entry in delta.entries:
-            if entry.seq <= log.max_seq:
-                continue
-            if isinstance(entry, Put):
-                put[entry.anchor_id] = entry.meta()
+        for entry in news:
+            if entry.meta is not None:
+                put[entry.anchor_id] = entry.meta
                 deleted.pop(entry.anchor_id, None)
             else:
                 put.pop(entry.anchor_id, None)
                 deleted[entry.anchor_id] = None
             log.append(entry)
         log.max_seq = max(log.max_seq, delta.to_seq)
+        log.whole_from = max(log.whole_from, delta.log_seq)
         if restart:
             # Whoever starts now has no entry that was deleted before this floor, even while its snapshot is incomplete.
             log.gc_floor = delta.gc_floor
         log.raise_floor(delta.gc_floor)
-        self._logs[origin] = log
+        self._learn_head(log, delta)
+        self._logs[delta.node_id] = log
         self._entries_held += len(log) - before
+        self._touch(delta.node_id)
         return LogChange(restart, tuple(put.values()), tuple(deleted))
+
+    @staticmethod
+    def _learn_head(log: OriginLog, delta: OriginDelta) -> None:
+        """Unsigned words are only worth something about the present; signed ones count once they are verified."""
+        if not delta.head_signature and not log.head.signature and delta.head_seq >= log.max_seq:
+            log.head = delta.head
+
+    def accept_head(self, origin: NodeId, head: Head) -> None:
+        """A signed head was verified."""
+        log = self._logs.get(origin)
+        if log is not None and (head.seq > log.head.seq or not log.head.signature):
+            log.head = head
+            self._touch(origin)
 
     def learn_floor(self, entry: DigestEntry) -> None:
         """A peer's digest says that deletions up to its floor may be forgotten."""
@@ -335,10 +394,4 @@ class Replicas:
             before = len(log)
             log.raise_floor(entry.gc_floor)
             self._entries_held -= before - len(log)
-
-
-class _Start(NamedTuple):
-    log: OriginLog | None
-    from_seq: int
-    reset: bool
-    news: list[Put | Del]
+            self._touch(entry.node_id)

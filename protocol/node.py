@@ -44,7 +44,6 @@ from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.membership import Peer
 from kvcomm_p2p.protocol.messages import (
-    Ack,
     Bye,
     CancelPull,
     Chunk,
@@ -61,7 +60,6 @@ from kvcomm_p2p.protocol.messages import (
     Pong,
     Pull,
     PullFailed,
-    Put,
     Refused,
     ShardAnswer,
     ShardAsk,
@@ -69,8 +67,6 @@ from kvcomm_p2p.protocol.messages import (
     ShardResend,
     SharedBlocks,
     Status,
-    Syn,
-    SynAck,
     Tokens,
     Welcome,
 )
@@ -121,6 +117,7 @@ class Node:
             self._penalties.left_s,
             lambda: self._community.replicas.own.max_seq,
         )
+        self._community.exchange.on_known = self._counted.knows
         self._messages: dict[str, int] = {}
         self._violations = 0
         self._on_event: dict[type, Callable[[Any, float], list[Effect]]] = {
@@ -141,6 +138,7 @@ class Node:
             FetchCancelled: lambda event, now: self._pulls.cancel(event.fetch_id, now),
             BlockVerified: self._on_verified,
             BlockUnavailable: lambda event, now: self._uploads.unavailable(event),
+            **self._community.metadata.on_event,
         }
         self._on_message_type: dict[type, Callable[[NodeId, Any, float], list[Effect]]] = {
             Hello: self._community.hello,
@@ -151,9 +149,7 @@ class Node:
             PingRequest: self._community.ping_request,
             Pong: self._community.pong,
             NoPong: self._community.no_pong,
-            Syn: self._community.exchange.syn,
-            SynAck: self._community.exchange.syn_ack,
-            Ack: lambda sender, message, now: self._community.exchange.ack(message, now),
+            **self._community.exchange.on_message,
             GetTokens: self._on_get_tokens,
             Tokens: lambda sender, message, now: self._custody.screened(self._tokens.answered(sender, message)),
             NoTokens: lambda sender, message, now: self._tokens.answered(sender, message),
@@ -190,6 +186,7 @@ class Node:
             came = [e.peer for e in effects if isinstance(e, ReportPeer) and e.change in ("joined", "returned")]
             effects += [hint for peer in came for hint in self._custody.erasing.greet(peer)]
         effects = effects + self._after_peers_went(now)
+        effects += self._community.metadata.observe(event, effects, self._penalties, now)
         self._counted.observe(event, effects, now)
         return effects
 
@@ -216,7 +213,7 @@ class Node:
     def knows(self, holder: NodeId, anchor_id: AnchorId) -> bool:
         """Whether the holder has this anchor, as far as its log is known here."""
         log = self._community.replicas.log(holder)
-        return log is not None and isinstance(log.latest(anchor_id), Put)
+        return log is not None and log.lists(anchor_id)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
         return self._pool.get(anchor_id)

@@ -39,8 +39,6 @@ from kvcomm_p2p.protocol.messages import (
     PullFailed,
     PullFailedReason,
     SharedBlocks,
-    Syn,
-    SynAck,
     Tokens,
 )
 
@@ -215,24 +213,17 @@ class PeerStats:
                     self._adopting[effect.handle] = (sender, effect.kv_bytes)
             while len(self._adopting) > QUESTIONS_MAX:
                 del self._adopting[next(iter(self._adopting))]
-        if isinstance(message, Syn | SynAck):
-            self._digest(sender, getattr(message, "digest", ()), now)
 
-    def _digest(self, sender: NodeId, digest: Sequence[Any], now: float) -> None:
-        """What a peer says of its own log, and how much of ours it knows."""
-        told, known = (_entry(digest, node) for node in (sender, self._me().node_id))
-        if told is None and known is None:
-            return
-        counts = self._of(sender)
+    def knows(self, peer: NodeId, told_seq: int, known_seq: int, now: float) -> None:
+        """A peer's own words show how long its log is, and how much of ours it has."""
+        counts = self._of(peer)
         if counts is None:
             return
-        if told is not None:
-            counts.told_seq = told.max_seq
-        mine = known is not None and known.epoch == self._me().epoch
-        if mine and counts.known_seq < known.max_seq <= self._seq:
-            before, counts.known_seq = counts.known_seq, known.max_seq
+        counts.told_seq = told_seq
+        if counts.known_seq < known_seq <= self._seq:
+            before, counts.known_seq = counts.known_seq, known_seq
             for seq, at in self._news:
-                if before < seq <= known.max_seq:
+                if before < seq <= known_seq:
                     self.sync.add(now - at)
 
     def _chunk(self, event: ChunkReceived, effects: Sequence[Effect], now: float) -> None:
@@ -278,9 +269,3 @@ class PeerStats:
 def _number(message: Any) -> int:
     """Of a question or answer: what tells it from others of its type."""
     return int(message.request_id) if hasattr(message, "request_id") else int(message.seq)
-
-
-def _entry(digest: Sequence[Any], node: NodeId) -> Any:
-    """The entry of `node`, in a digest that ascends by id; None if there is none."""
-    place = bisect_left(digest, node, key=lambda entry: entry.node_id)
-    return digest[place] if place < len(digest) and digest[place].node_id == node else None

@@ -14,7 +14,14 @@ import msgpack
 import msgspec
 
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
-from kvcomm_p2p.protocol.messages import DELTA_ENTRIES_MAX, DIGEST_ENTRIES_MAX, PROTOCOL_VERSION, Message
+from kvcomm_p2p.protocol.messages import (
+    DELTA_ENTRIES_MAX,
+    DIGEST_ENTRIES_MAX,
+    PROTOCOL_VERSION,
+    ROW_BYTES,
+    ROWS_MAX,
+    Message,
+)
 
 MAGIC = b"kV"
 HEADER_BYTES = len(MAGIC) + 1 + NODE_ID_BYTES
@@ -27,6 +34,7 @@ CHUNK_BYTES_MAX = 4 * 1024 * 1024
 
 _ARRAY_LEN_MAX = max(DELTA_ENTRIES_MAX, DIGEST_ENTRIES_MAX)
 _TEXT_BYTES_MAX = 4096
+_BINARY_BYTES_MAX = ROWS_MAX * ROW_BYTES
 
 
 class WireError(ValueError):
@@ -75,7 +83,7 @@ def _unpack(body: bytes) -> Any:
             raw=False,
             use_list=False,
             max_str_len=_TEXT_BYTES_MAX,
-            max_bin_len=_TEXT_BYTES_MAX,
+            max_bin_len=_BINARY_BYTES_MAX,
             max_array_len=_ARRAY_LEN_MAX,
             max_map_len=0,
             max_ext_len=0,

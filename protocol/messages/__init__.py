@@ -5,7 +5,7 @@ are ignored by an older reader. Constructing one checks what holds between its f
 a peer can put an illegal message together. docs/protocol.md explains the exchanges; `wire` makes bytes of them.
 
 Tags: 1-4 joining, 5-7 gossip, 8-10 token ids, 11-15 pulls, 16-19 failure detection by probes, 20-23 the sharded
-directory, 24 blocks in shared memory, 25 and 30 erasing.
+directory, 24 blocks in shared memory, 25 and 30 erasing, 27-29 gossip.
 """
 
 from __future__ import annotations
@@ -22,6 +22,21 @@ from kvcomm_p2p.protocol.messages.erasing import (
     Erasure,
     ErasuresKnown,
     Forget,
+)
+from kvcomm_p2p.protocol.messages.exchanges import (
+    BUCKET_HASH_BYTES,
+    BUCKETS,
+    DELTAS_MAX,
+    ROW_BYTES,
+    ROWS_MAX,
+    WANTS_MAX,
+    Ack,
+    Buckets,
+    Dense,
+    DigestEntry,
+    Syn,
+    SynAck,
+    Want,
 )
 from kvcomm_p2p.protocol.messages.fields import (
     ADDRESS_CHARS_MAX,
@@ -50,7 +65,18 @@ from kvcomm_p2p.protocol.messages.fields import (
     SIGNATURE_BYTES,
     SIMHASHES_BYTES,
 )
-from kvcomm_p2p.protocol.messages.logs import Ack, Del, DigestEntry, OriginDelta, Put, Syn, SynAck
+from kvcomm_p2p.protocol.messages.logs import (
+    HASH_BYTES,
+    LOG_ENTRY_BYTES_MAX,
+    Del,
+    Head,
+    LogEntry,
+    OriginDelta,
+    Put,
+    origin_head,
+    pack_entry,
+    read_entry,
+)
 from kvcomm_p2p.protocol.messages.members import (
     Bye,
     Capability,
@@ -101,6 +127,9 @@ Message = Union[
     Syn,
     SynAck,
     Ack,
+    Want,
+    Buckets,
+    Dense,
     GetTokens,
     Tokens,
     NoTokens,
@@ -133,8 +162,11 @@ __all__ = [
     "ASK_SKETCHES_MAX",
     "BLOCKS_PER_ANCHOR_MAX",
     "BLOCK_BYTES_MAX",
+    "BUCKETS",
+    "BUCKET_HASH_BYTES",
     "CLUSTER_ID_BYTES",
     "COUNTER_MAX",
+    "DELTAS_MAX",
     "DELTA_ENTRIES_MAX",
     "DETAIL_CHARS_MAX",
     "DIGEST_ENTRIES_MAX",
@@ -146,8 +178,10 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "GROUPS_MAX",
     "GROUP_TAG_BYTES",
+    "HASH_BYTES",
     "HOPS_MAX",
     "HOST_TAG_BYTES",
+    "LOG_ENTRY_BYTES_MAX",
     "MEMBERS_PER_MESSAGE_MAX",
     "NAME_CHARS_MAX",
     "POSITION_MAX",
@@ -157,26 +191,33 @@ __all__ = [
     "REFERRALS_MAX",
     "REGISTER_ROWS_MAX",
     "RETRY_AFTER_S_MAX",
+    "ROWS_MAX",
+    "ROW_BYTES",
     "RUMOURS_MAX",
     "SHARD_DIGEST_BYTES",
     "SHARED_BYTES_MAX",
     "SIGNATURE_BYTES",
     "SIMHASHES_BYTES",
     "STRETCH_TOKENS",
+    "WANTS_MAX",
     "Ack",
+    "Buckets",
     "Bye",
     "CancelPull",
     "Capability",
     "Chunk",
     "Credit",
     "Del",
+    "Dense",
     "DigestEntry",
     "Encoding",
     "Erasure",
     "ErasuresKnown",
     "Forget",
     "GetTokens",
+    "Head",
     "Hello",
+    "LogEntry",
     "MemberRecord",
     "Message",
     "NoPong",
@@ -204,5 +245,9 @@ __all__ = [
     "Syn",
     "SynAck",
     "Tokens",
+    "Want",
     "Welcome",
+    "origin_head",
+    "pack_entry",
+    "read_entry",
 ]

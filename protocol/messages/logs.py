@@ -1,22 +1,29 @@
-"""Gossip: digests of logs and what is news in them."""
+"""Log entries and news of logs.
+
+An entry is written once, by its origin, and its bytes travel unchanged: whoever passes it on keeps also what a newer
+version appended to it.
+"""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import fields
-from typing import Annotated, Union
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Annotated, NamedTuple, Union
 
+import msgspec
 from msgspec import Meta, Struct
 
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, AnchorMeta, Visibility
-from kvcomm_p2p.protocol.ids import CHAIN_HASH_BYTES, ChainHash
+from kvcomm_p2p.protocol.ids import CHAIN_HASH_BYTES, AnchorId, ChainHash, NodeId
 from kvcomm_p2p.protocol.messages.fields import (
     BLOCK_BYTES_MAX,
     DELTA_ENTRIES_MAX,
-    DIGEST_ENTRIES_MAX,
     FINGERPRINT_BYTES,
     GROUP_TAG_BYTES,
     HOPS_MAX,
+    SIGNATURE_BYTES,
     SIMHASHES_BYTES,
     AnchorIdField,
     ChainField,
@@ -28,29 +35,21 @@ from kvcomm_p2p.protocol.messages.fields import (
     PositionField,
     SeqField,
     SequenceIdField,
+    SignatureField,
     SimHashesField,
     require,
 )
-from kvcomm_p2p.protocol.messages.members import MemberRecord, Status
+from kvcomm_p2p.protocol.messages.members import MemberRecord
 
 _META_FIELDS = tuple(field.name for field in fields(AnchorMeta))[:-3]
 _SIMHASHES = struct.Struct("<QQQ")
 """The last three fields of AnchorMeta: they travel in one, `Put.simhashes`."""
 
+LOG_ENTRY_BYTES_MAX = 3072
+"""Longest entry on the wire; the longest that this version writes has about 2,300 bytes."""
 
-class DigestEntry(Struct, frozen=True, array_like=True):
-    """What the sender knows of one origin: whether it lives, and its log up to `max_seq`, in which deletions up to
-    `gc_floor` are forgotten.
-
-    `gc_floor` is above `max_seq` while a snapshot taken above it is still arriving.
-    """
-
-    node_id: NodeIdField
-    epoch: CounterField
-    incarnation: CounterField
-    max_seq: CounterField
-    gc_floor: CounterField
-    status: Status = Status.ALIVE
+HASH_BYTES = 8
+HashField = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 
 
 class Put(Struct, frozen=True, array_like=True, tag=1):
@@ -115,49 +114,99 @@ class Del(Struct, frozen=True, array_like=True, tag=2):
     anchor_id: AnchorIdField
 
 
+class LogEntry(NamedTuple):
+    """An entry as it travels and as it is read. `meta` is None for a deletion; `digest` is a 64-bit hash of `raw`."""
+
+    raw: bytes
+    seq: int
+    anchor_id: AnchorId
+    meta: AnchorMeta | None
+    digest: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Upper bound of its bytes in a message."""
+        return len(self.raw) + 3
+
+
+_DECODER: msgspec.msgpack.Decoder[Put | Del] = msgspec.msgpack.Decoder(Union[Put, Del])
+ENTRIES_REMEMBERED = 8192
+"""Entries read last: one that reaches this process again, from another peer or for another node of a simulation, is
+neither read nor kept twice."""
+
+
+def pack_entry(entry: Put | Del) -> bytes:
+    """The bytes of an entry, as its origin writes them."""
+    return msgspec.msgpack.encode(entry)
+
+
+@lru_cache(maxsize=ENTRIES_REMEMBERED)
+def read_entry(raw: bytes) -> LogEntry:
+    """Raises ValueError for bytes that are no valid entry."""
+    try:
+        entry = _DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a log entry: {error!s:.160}") from None
+    digest = int.from_bytes(blake2b(raw, digest_size=HASH_BYTES).digest(), "little")
+    return LogEntry(raw, entry.seq, entry.anchor_id, entry.meta() if isinstance(entry, Put) else None, digest)
+
+
+class Head(NamedTuple):
+    """What a log's writer says of it: the `digest` is the exclusive or of the digests of the anchors that it lists when
+    it ends at `seq`. `signature` by the writer's key over `origin_head`, or empty."""
+
+    seq: int
+    digest: int
+    signature: bytes = b""
+
+
+_HEAD = struct.Struct("<16sQQQ")
+
+
+def origin_head(origin: NodeId, epoch: int, head: Head) -> bytes:
+    """The bytes that a head's signature is made over: a label, then node id, epoch, seq and digest, little-endian."""
+    return b"kvcomm log head 1" + _HEAD.pack(origin, epoch, head.seq, head.digest)
+
+
 class OriginDelta(Struct, frozen=True, array_like=True):
     """News of one origin: its log in (from_seq, to_seq], entries ascending; superseded entries are left out.
 
     A receiver applies it only if it already has everything up to `from_seq` of this epoch: no gaps. `reset`: forget
     what you have of this origin first (`from_seq` is 0); sent to whom the deletions up to `gc_floor` can no longer be
-    told.
+    told. `log_seq`: what is superseded up to there is left out, so the log is as its writer had it only from there on;
+    the sender has more unless it equals `to_seq`. `head_seq`, `head_digest` and `head_signature` are the newest `Head`
+    that the sender knows. `member` is left out for those who know it already.
     """
 
-    member: MemberRecord
-    incarnation: CounterField
+    node_id: NodeIdField
+    epoch: CounterField
     reset: bool
     from_seq: CounterField
     to_seq: CounterField
     gc_floor: CounterField
-    entries: Annotated[tuple[Union[Put, Del], ...], Meta(max_length=DELTA_ENTRIES_MAX)]
+    entries: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=LOG_ENTRY_BYTES_MAX)], ...], Meta(max_length=DELTA_ENTRIES_MAX)
+    ]
+    log_seq: CounterField = 0
+    head_seq: CounterField = 0
+    head_digest: HashField = bytes(HASH_BYTES)
+    head_signature: SignatureField = b""
+    member: MemberRecord | None = None
+    incarnation: CounterField = 0
 
     def __post_init__(self) -> None:
         last = self.from_seq
         require(self.from_seq == 0 or not self.reset, "a reset starts at 0")
-        for entry in self.entries:
-            require(entry.seq > last, "entries do not ascend")
-            last = entry.seq
+        require(len(self.head_signature) in (0, SIGNATURE_BYTES), "head_signature has a wrong length")
+        for raw in self.entries:
+            seq = read_entry(raw).seq
+            require(seq > last, "entries do not ascend")
+            last = seq
         require(last <= self.to_seq, "to_seq is below the last entry")
+        if self.member is not None:
+            about = (self.member.node_id, self.member.epoch)
+            require(about == (self.node_id, self.epoch), "member record of another node or epoch")
 
-
-_DigestEntries = Annotated[tuple[DigestEntry, ...], Meta(max_length=DIGEST_ENTRIES_MAX)]
-_Deltas = Annotated[tuple[OriginDelta, ...], Meta(max_length=DIGEST_ENTRIES_MAX)]
-
-
-class Syn(Struct, frozen=True, array_like=True, tag=5):
-    """First leg of an exchange: what I know."""
-
-    digest: _DigestEntries
-
-
-class SynAck(Struct, frozen=True, array_like=True, tag=6):
-    """Second leg: what I know, and what I know better than you."""
-
-    digest: _DigestEntries
-    deltas: _Deltas
-
-
-class Ack(Struct, frozen=True, array_like=True, tag=7):
-    """Third leg: what I know better than you."""
-
-    deltas: _Deltas
+    @property
+    def head(self) -> Head:
+        return Head(self.head_seq, int.from_bytes(self.head_digest, "little"), self.head_signature)

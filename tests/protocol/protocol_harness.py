@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, SequenceId
-from kvcomm_p2p.protocol.messages import Chunk, MemberRecord
+from kvcomm_p2p.protocol.messages import Chunk, Del, MemberRecord, OriginDelta, Put, pack_entry
 from kvcomm_p2p.protocol.node import Node
 
 MODEL = ModelId(b"M" * 16)
@@ -59,6 +59,24 @@ def meta(label: object, *, start: int = 0, tokens: int = 64, **changes: Any) -> 
         kv_bytes=tokens * TOKEN_BYTES,
     )
     return replace(fields, **changes)
+
+
+def log_news(
+    origin: MemberRecord,
+    to_seq: int,
+    entries: Iterable[Put | Del] = (),
+    *,
+    from_seq: int = 0,
+    gc_floor: int = 0,
+    reset: bool = False,
+    incarnation: int = 1,
+    **changes: Any,
+) -> OriginDelta:
+    """News of `origin`, whom the receiver may not know."""
+    raws = tuple(pack_entry(entry) for entry in entries)
+    log_seq = changes.pop("log_seq", to_seq)
+    fields: dict[str, Any] = {"member": origin, "incarnation": incarnation, "log_seq": log_seq, **changes}
+    return OriginDelta(origin.node_id, origin.epoch, reset, from_seq, to_seq, gc_floor, raws, **fields)
 
 
 _slots = itertools.count(1)

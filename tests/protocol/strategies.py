@@ -12,6 +12,7 @@ from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
 
 counter = st.integers(0, m.COUNTER_MAX)
 id16 = st.binary(min_size=16, max_size=16)
+hash8 = st.binary(min_size=8, max_size=8)
 name = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=m.NAME_CHARS_MAX)
 address = st.builds(
     lambda host, port: f"{host}:{port}", st.sampled_from(["127.0.0.1", "::1", "node-a.lan"]), st.integers(0, 65535)
@@ -55,10 +56,24 @@ def simhashes(draw: Any, start: int, tokens: int) -> bytes:
 def origin_deltas(draw: Any) -> m.OriginDelta:
     first = draw(st.integers(0, 1000))
     seqs = sorted(draw(st.sets(st.integers(first + 1, first + 50), max_size=5)))
-    entries = tuple(draw(puts(seq) | st.builds(m.Del, st.just(seq), id16)) for seq in seqs)
+    entries = tuple(m.pack_entry(draw(puts(seq) | st.builds(m.Del, st.just(seq), id16))) for seq in seqs)
     to_seq = (seqs[-1] if seqs else first) + draw(st.integers(0, 5))
+    member = draw(members)
+    reset = first == 0 and draw(st.booleans())
     return m.OriginDelta(
-        draw(members), draw(counter), first == 0 and draw(st.booleans()), first, to_seq, draw(counter), entries
+        member.node_id,
+        member.epoch,
+        reset,
+        first,
+        to_seq,
+        draw(counter),
+        entries,
+        draw(counter),
+        draw(counter),
+        draw(hash8),
+        draw(st.sampled_from([b"", b"s" * 64])),
+        draw(st.sampled_from([member, None])),
+        draw(counter),
     )
 
 
@@ -128,9 +143,12 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
     st.builds(m.NoPong, seq),
     st.builds(m.Refused, st.sampled_from(m.RefusedReason), detail),
     st.builds(m.Bye, counter),
-    st.builds(m.Syn, digests),
-    st.builds(m.SynAck, digests, deltas),
-    st.builds(m.Ack, deltas),
+    st.builds(m.Syn, hash8, hash8),
+    st.builds(m.SynAck, digests, st.booleans()),
+    st.builds(m.Ack, deltas, st.booleans(), st.booleans()),
+    st.builds(m.Want, digests.filter(bool)),
+    st.builds(m.Buckets, hash8, st.binary(min_size=256, max_size=256)),
+    st.builds(m.Dense, hash8, hash8, st.binary(max_size=600).map(lambda raw: raw[: len(raw) // 6 * 6]), st.booleans()),
     st.builds(
         lambda r, a, s, n: m.GetTokens(r, a, s * 32, s * 32 + n), counter, id16, st.integers(0, 99), st.integers(1, 512)
     ),

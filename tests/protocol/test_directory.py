@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_harness import MODEL, digest16, held, make_node, meta, record
+from protocol_harness import MODEL, digest16, held, log_news, make_node, meta, record
 
 from kvcomm_p2p.protocol import directory as directory_module
 from kvcomm_p2p.protocol import events as ev
@@ -40,7 +40,7 @@ def with_values(label: object, values: list[int], **changes: Any) -> AnchorMeta:
 
 def told(node: Node, peer: m.MemberRecord, *anchors: AnchorMeta) -> None:
     puts = tuple(m.Put.of(seq, anchor) for seq, anchor in enumerate(anchors, 1))
-    delta = m.OriginDelta(peer, 1, False, 0, len(puts), 0, puts)
+    delta = log_news(peer, len(puts), puts)
     node.handle(ev.MessageReceived(peer.node_id, m.Ack((delta,))), 0.0)
 
 
@@ -105,9 +105,11 @@ def test_own_private_and_worn_anchors_are_found_here_and_not_told() -> None:
     worn = meta("worn", hops=2, chain_end=ChainHash(b""))
     node.handle(ev.AnchorsPublished((held(private), held(worn))), 0.0)
     assert {hit.meta.anchor_id for hit in node.find(lookup(private, worn)).hits} == {private.anchor_id, worn.anchor_id}
-    (answer,) = node.handle(ev.MessageReceived(record(1).node_id, m.Syn(())), 0.1)
-    assert isinstance(answer, ev.SendMessage) and isinstance(answer.message, m.SynAck)
-    assert all(not delta.entries for delta in answer.message.deltas if delta.member.node_id == node.me.node_id)
+    node.handle(ev.TimerExpired(), 0.05)
+    answers = node.handle(ev.MessageReceived(record(1).node_id, m.SynAck(())), 0.1)
+    messages = [effect.message for effect in answers if isinstance(effect, ev.SendMessage)]
+    news = [delta for message in messages if isinstance(message, m.Ack) for delta in message.deltas]
+    assert [delta.entries for delta in news if delta.node_id == node.me.node_id] == [()]
     for anchor in (private, worn):
         question = m.GetTokens(1, anchor.anchor_id, anchor.start, anchor.end)
         (reply,) = node.handle(ev.MessageReceived(record(1).node_id, question), 0.2)

@@ -6,19 +6,19 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol_harness import MODEL, Network, joined, meta, record
+from protocol_harness import MODEL, Network, joined, log_news, meta, record
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
-from kvcomm_p2p.protocol.gossip import Known, OriginLog, Replicas
+from kvcomm_p2p.protocol.gossip import Have, Replicas, Verdict
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup
+from kvcomm_p2p.protocol.origin_log import OriginLog
 
 LIMITS: dict[str, Any] = {"anchors_per_peer_max": 1000, "anchors_max": 10_000}
 
@@ -28,7 +28,7 @@ def replicas(index: int) -> Replicas:
 
 
 def live(log: OriginLog) -> set[AnchorId]:
-    return {entry.anchor_id for entry in log.after(0) if isinstance(entry, m.Put)}
+    return {entry.anchor_id for entry in log.after(0) if entry.meta is not None}
 
 
 def known_ids(network: Network, node_id: NodeId, origin: NodeId) -> set[AnchorId]:
@@ -107,29 +107,29 @@ def test_who_was_away_longer_than_tombstones_gets_a_snapshot() -> None:
     assert network.nodes[ids[1]].find(lookup).miss is MissReason.NOT_FOUND
 
 
+def have(reader: Replicas, origin: NodeId) -> Have:
+    return reader.have(origin, 1)
+
+
+def cut(source: Replicas, origin: NodeId, theirs: Have | None, bytes_max: int = 10**6) -> m.OriginDelta | None:
+    found = source.cut(origin, theirs, bytes_max, record(0) if theirs is None else None, 1)
+    return None if found is None else found.delta
+
+
 def test_a_gap_is_never_skipped() -> None:
     writer, reader = replicas(0), replicas(1)
     for count in range(6):
         writer.own.put(meta(count))
     member = record(0)
-    later = m.OriginDelta(member, 1, False, 3, 6, 0, tuple(writer.own.after(3)))
-    assert reader.apply(later) is None and reader.log(member.node_id) is None
-    first = m.OriginDelta(member, 1, False, 0, 2, 0, tuple(writer.own.after(0)[:2]))
-    assert reader.apply(first) is not None
-    assert reader.apply(later) is None
+    later = cut(writer, writer.me, Have(1, 3))
+    assert later is not None
+    assert reader.apply(later) == (Verdict.GAP, None) and reader.log(member.node_id) is None
+    raws = tuple(entry.raw for entry in writer.own.after(0)[:2])
+    first = m.OriginDelta(member.node_id, 1, False, 0, 2, 0, raws, log_seq=6)
+    assert reader.apply(first)[0] is Verdict.APPLIED
+    assert reader.apply(later) == (Verdict.GAP, None)
     log = reader.log(member.node_id)
-    assert log is not None and log.max_seq == 2
-
-
-def test_unknown_origins_come_first_then_those_with_the_fewest_news() -> None:
-    source = replicas(0)
-    for origin, entries in ((1, 5), (2, 1), (3, 3)):
-        puts = tuple(m.Put.of(seq, meta((origin, seq))) for seq in range(1, entries + 1))
-        source.apply(m.OriginDelta(record(origin), 1, False, 0, entries, 0, puts))
-    members = [Known(record(origin), 1, True) for origin in (1, 2, 3)]
-    digest = [m.DigestEntry(record(origin).node_id, 1, 1, 0, 0) for origin in (1, 2)]
-    order = [delta.member.name for delta in source.deltas(members, digest, 10**6)]
-    assert order == ["node3", "node2", "node1"]
+    assert log is not None and log.max_seq == 2 and not log.whole
 
 
 @given(st.integers(600, 6000), st.integers(1, 60))
@@ -138,17 +138,15 @@ def test_deltas_keep_to_their_bytes_and_still_bring_everything(bytes_max: int, a
     writer, reader = replicas(0), replicas(1)
     for count in range(anchors):
         writer.own.put(meta(count))
-    member = Known(record(0), 1, True)
     for _ in range(200):
-        digest = reader.digest([member])
-        deltas = writer.deltas([member], digest, bytes_max)
-        if not deltas:
+        delta = cut(writer, writer.me, have(reader, writer.me), bytes_max)
+        if delta is None or delta.to_seq == have(reader, writer.me).max_seq:
             break
-        assert sum(len(wire.pack(delta)) for delta in deltas) <= bytes_max
-        for delta in deltas:
-            assert reader.apply(delta) is not None
+        assert len(wire.pack(delta)) <= bytes_max
+        assert reader.apply(delta)[0] is Verdict.APPLIED
     log = reader.log(record(0).node_id)
-    assert log is not None and live(log) == live(writer.own) and log.max_seq == anchors
+    assert log is not None and live(log) == live(writer.own) and log.max_seq == anchors and log.whole
+    assert log.set_digest == writer.own.set_digest
 
 
 @given(
@@ -163,16 +161,18 @@ def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[in
     """Whatever is lost, late or relayed: a replica equals the writer's state at its `max_seq`, once it is caught up the
     writer's state, and it never goes back."""
     writer, near, far = replicas(0), replicas(1), replicas(2)
-    member = Known(record(0), 1, True)
+    me = writer.me
     now = 0.0
     late: list[m.OriginDelta] = []
 
     def exchange(source: Replicas, target: Replicas) -> None:
-        for delta in source.deltas([member], target.digest([member]), 700):
+        theirs = have(target, me)
+        delta = cut(source, me, theirs, 700)
+        if delta is not None:
             late.append(delta)
             target.apply(delta)
-        for entry in source.digest([member]):
-            target.learn_floor(entry)
+        mine = have(source, me)
+        target.learn_floor(m.DigestEntry(me, 1, 1, mine.max_seq, mine.gc_floor))
 
     for label, action in steps:
         now += 1.0
@@ -201,25 +201,19 @@ def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[in
 def test_late_snapshot_does_not_throw_newer_entries_away() -> None:
     reader = replicas(1)
     member = record(0)
-    puts = tuple(m.Put.of(seq, meta(seq)) for seq in (5, 6))
-    reader.apply(m.OriginDelta(member, 1, True, 0, 6, 4, puts))
-    assert reader.apply(m.OriginDelta(member, 1, True, 0, 5, 4, puts[:1])) is None
+    puts = [m.Put.of(seq, meta(seq)) for seq in (5, 6)]
+    assert reader.apply(log_news(member, 6, puts, reset=True, gc_floor=4))[0] is Verdict.APPLIED
+    assert reader.apply(log_news(member, 5, puts[:1], reset=True, gc_floor=4)) == (Verdict.KNOWN, None)
     log = reader.log(member.node_id)
     assert log is not None and log.max_seq == 6
-
-
-@pytest.mark.parametrize("left", [True, False])
-def test_nothing_is_asked_about_who_left(left: bool) -> None:
-    reader = replicas(1)
-    (entry,) = reader.digest([Known(record(0), 3, not left)])
-    assert (entry.max_seq == m.COUNTER_MAX) is left
 
 
 def test_a_delta_that_leaves_out_deletions_we_never_saw_is_not_applied() -> None:
     reader = replicas(1)
     member = record(0)
-    puts = tuple(m.Put.of(seq, meta(seq)) for seq in (1, 2, 3))
-    reader.apply(m.OriginDelta(member, 1, False, 0, 3, 0, puts))
-    assert reader.apply(m.OriginDelta(member, 1, False, 2, 6, 5, (m.Put.of(6, meta(6)),))) is None
+    puts = [m.Put.of(seq, meta(seq)) for seq in (1, 2, 3)]
+    reader.apply(log_news(member, 3, puts))
+    late = log_news(member, 6, [m.Put.of(6, meta(6))], from_seq=2, gc_floor=5)
+    assert reader.apply(late) == (Verdict.GAP, None)
     log = reader.log(member.node_id)
     assert log is not None and log.max_seq == 3

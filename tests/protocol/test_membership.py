@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol_harness import Network, digest16, joined, make_node, meta, record
+from protocol_harness import Network, digest16, joined, log_news, make_node, meta, record
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
@@ -30,7 +30,12 @@ def hello(
 
 
 def claim(
-    member: m.MemberRecord, status: m.Status, incarnation: int = 0, *, accuser: bytes = b"", teller: m.MemberRecord = TELLER
+    member: m.MemberRecord,
+    status: m.Status,
+    incarnation: int = 0,
+    *,
+    accuser: bytes = b"",
+    teller: m.MemberRecord = TELLER,
 ) -> ev.MessageReceived:
     """`teller` passes a rumour about `member` on."""
     rumour = m.Rumour(member.node_id, member.epoch, incarnation, status, accuser)
@@ -186,7 +191,9 @@ def test_an_unreachable_peer_is_suspect_at_once_and_told_so() -> None:
     (ping,) = sent(effects)
     assert isinstance(ping, m.Ping) and m.Rumour(FRIEND.node_id, 1, 0, SUSPECT) in ping.rumours
     assert node.handle(ev.PeerUnreachable(FRIEND.node_id), 0.2) == []
-    assert changes(node.handle(ev.MessageReceived(FRIEND.node_id, m.Pong(1, FRIEND.node_id, 1, 1)), 0.3)) == ["returned"]
+    assert changes(node.handle(ev.MessageReceived(FRIEND.node_id, m.Pong(1, FRIEND.node_id, 1, 1)), 0.3)) == [
+        "returned"
+    ]
     assert node.handle(ev.PeerUnreachable(NodeId(b"?" * 16)), 0.4) == []
 
 
@@ -254,7 +261,7 @@ def test_leaving_is_known_to_all_at_once() -> None:
 def test_higher_epoch_wipes_what_was_known() -> None:
     node = make_node(0)
     old, new = record(1), record(1, epoch=2)
-    delta = m.OriginDelta(old, 5, False, 0, 1, 0, (m.Put.of(1, meta("doc")),))
+    delta = log_news(old, 1, [m.Put.of(1, meta("doc"))], incarnation=5)
     node.handle(ev.MessageReceived(old.node_id, m.Ack((delta,))), 0.0)
     assert node.stats().peer_anchors == 1
     assert changes(node.handle(hello(new), 0.1)) == ["returned"]
@@ -272,7 +279,7 @@ def test_the_gone_are_forgotten_but_old_news_does_not_bring_them_back() -> None:
         assert states(node) == {"node1": end.word}
         node.handle(ev.TimerExpired(), 30.0)
         assert node.peers() == ()
-        delta = m.OriginDelta(FRIEND, 4, False, 0, 1, 0, (m.Put.of(1, meta("doc")),))
+        delta = log_news(FRIEND, 1, [m.Put.of(1, meta("doc"))], incarnation=4)
         for stale in (ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), hello(FRIEND), claim(FRIEND, ALIVE, 9)):
             node.handle(stale, 31.0)
             assert node.peers() == () and node.stats().peer_anchors == 0
@@ -289,10 +296,10 @@ def test_the_end_of_a_life_that_we_never_saw_is_remembered() -> None:
     later = record(1, epoch=3)
     node.handle(claim(later, DEAD, 2), 0.1)
     assert states(node) == {"node1": "dead"}
-    delta = m.OriginDelta(later, 2, False, 0, 0, 0, ())
+    delta = log_news(later, 0, incarnation=2)
     node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), 0.2)
     assert states(node) == {"node1": "dead"}
-    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((m.OriginDelta(later, 3, False, 0, 0, 0, ()),))), 0.3)
+    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((log_news(later, 0, incarnation=3),))), 0.3)
     assert states(node) == {"node1": "alive"}
 
 
@@ -334,10 +341,10 @@ def test_tables_stay_bounded_under_a_hostile_peer() -> None:
     for fake in range(400):
         member = record(1000 + fake)
         puts = tuple(m.Put.of(seq, meta((fake, seq))) for seq in range(1, 40))
-        deltas = (m.OriginDelta(member, 1, False, 0, 40, 0, puts),)
+        deltas = (log_news(member, 40, puts),)
         node.handle(ev.MessageReceived(FRIEND.node_id, m.Ack(deltas)), 0.001 * fake)
         node.handle(
-            ev.MessageReceived(FRIEND.node_id, m.Syn((m.DigestEntry(NodeId(digest16(fake)), 1, fake, 0, 0),))), 0.1
+            ev.MessageReceived(FRIEND.node_id, m.SynAck((m.DigestEntry(NodeId(digest16(fake)), 1, fake, 0, 0),))), 0.1
         )
     stats = node.stats()
     assert stats.peers_known <= 20
@@ -352,7 +359,7 @@ def test_one_peer_cannot_announce_without_end() -> None:
     node = make_node(0, config=config)
     for first in range(0, 1000, 20):
         puts = tuple(m.Put.of(seq, meta(seq)) for seq in range(first + 1, first + 21))
-        delta = m.OriginDelta(FRIEND, 1, False, first, first + 20, 0, puts)
+        delta = log_news(FRIEND, first + 20, puts, from_seq=first)
         node.handle(ev.MessageReceived(FRIEND.node_id, m.Ack((delta,))), 0.0)
     assert node.stats().peer_anchors == 100
 
@@ -361,7 +368,7 @@ def test_claims_about_ourselves_are_outbid_not_believed() -> None:
     node = make_node(0)
     node.handle(hello(FRIEND), 0.0)
     claim = m.DigestEntry(node.me.node_id, node.me.epoch, 1000, 5, 0)
-    (answer,) = sent(node.handle(ev.MessageReceived(FRIEND.node_id, m.Syn((claim,))), 0.1))
-    assert isinstance(answer, m.SynAck)
+    answers = sent(node.handle(ev.MessageReceived(FRIEND.node_id, m.SynAck((claim,))), 0.1))
+    answer = next(message for message in answers if isinstance(message, m.SynAck))
     mine = next(entry for entry in answer.digest if entry.node_id == node.me.node_id)
     assert mine.incarnation > 1000 and mine.max_seq == 0

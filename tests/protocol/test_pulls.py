@@ -116,7 +116,7 @@ def test_penalties_double_and_end_with_a_delivery() -> None:
         assert {peer.name: peer.penalty_s for peer in node.peers()}["node1"] == pytest.approx(penalty_s)
         now += penalty_s + 0.01
         node.handle(
-            ev.MessageReceived(PEER.node_id, m.Syn((m.DigestEntry(PEER.node_id, 1, int(now * 100), 0, 0),))), now
+            ev.MessageReceived(PEER.node_id, m.SynAck((m.DigestEntry(PEER.node_id, 1, int(now * 100), 0, 0),))), now
         )
     fetch = request(4, deadline=now + 9)
     (pull_id,) = pull_ids(node.handle(fetch, now))

@@ -136,7 +136,7 @@ class PullMachine(RuleBasedStateMachine):
         if back:
             self.heartbeat += 1
             entry = m.DigestEntry(PEERS[peer].node_id, 1, self.heartbeat, 0, 0)
-            self.do(ev.MessageReceived(PEERS[peer].node_id, m.Syn((entry,))))
+            self.do(ev.MessageReceived(PEERS[peer].node_id, m.SynAck((entry,))))
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.11, 0.3]))
     def time_passes(self, seconds: float) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import msgpack
 import pytest
 from hypothesis import given, settings
-from protocol_harness import make_node, meta, record
+from protocol_harness import log_news, make_node, meta, record
 from strategies import members, messages, puts
 
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.events import MessageReceived
-from kvcomm_p2p.protocol.gossip import entry_bytes_max, member_bytes_max
+from kvcomm_p2p.protocol.gossip import DELTA_BYTES_MIN, entry_bytes_max, member_bytes_max
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
 
 GOLDEN = Path(__file__).parent / "golden_frames.txt"
@@ -28,18 +28,24 @@ BEHIND = {"chain_start": ChainHash(b"C" * 16), "content": 2**64 - 1, "context_fi
 LATER_PUT = m.Put.of(8, meta("golden", start=512, **BEHIND))
 
 RUMOUR = m.Rumour(SENDER, 2, 3, m.Status.SUSPECT, MEMBER.node_id)
+HEAD: dict[str, Any] = {"head_seq": 9, "head_digest": b"listed..", "head_signature": b"s" * 64}
+
 SAMPLES: dict[str, m.Message] = {
     "hello": m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, b"c" * 16, MEMBER),
     "welcome": m.Welcome(MEMBER, (record(2),)),
     "refused": m.Refused(m.RefusedReason.NAME_TAKEN, "taken"),
     "bye": m.Bye(3),
-    "syn": m.Syn((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
-    "syn_ack": m.SynAck((), (m.OriginDelta(MEMBER, 9, False, 6, 9, 2, (PUT, m.Del(8, ANCHOR))),)),
-    "ack": m.Ack((m.OriginDelta(MEMBER, 9, True, 0, 9, 2, (PUT, LATER_PUT)),)),
     "forget": m.Forget(
         (m.Erasure(b"e" * 16, MEMBER.node_id, 1.5, 8, bytes(range(16)), (ANCHOR,), b"k" * 32, b"s" * 64),)
     ),
     "erasures_known": m.ErasuresKnown((b"e" * 8,), True),
+    "syn": m.Syn(b"viewhash", b"logsnow."),
+    "syn_ack": m.SynAck((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2, m.Status.SUSPECT, b"listed.."),), True),
+    "ack": m.Ack((log_news(MEMBER, 9, (PUT, LATER_PUT), reset=True, gc_floor=2, **HEAD),), True, True),
+    "news": m.Ack((log_news(MEMBER, 9, (PUT, m.Del(8, ANCHOR)), from_seq=6, member=None),)),
+    "want": m.Want((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
+    "buckets": m.Buckets(b"roster..", bytes(range(256))),
+    "dense": m.Dense(b"roster..", b"\xff" * 8, bytes(range(12)), True),
     "get_tokens": m.GetTokens(5, ANCHOR, 64, 128),
     "tokens": m.Tokens(5, bytes(range(12)), (b"d" * 32,)),
     "no_tokens": m.NoTokens(5),
@@ -97,7 +103,7 @@ def test_memoryview_is_accepted() -> None:
 
 
 def test_too_long_frames_are_neither_made_nor_read() -> None:
-    many = m.Syn(
+    many = m.SynAck(
         tuple(m.DigestEntry(NodeId(bytes(16)), 2**60, 2**60, 2**60, 2**60) for _ in range(m.DIGEST_ENTRIES_MAX + 2000))
     )
     with pytest.raises(wire.WireError, match="longer than"):
@@ -113,8 +119,13 @@ def put_with(**changes: Any) -> Any:
     names = ["tag", "seq", "anchor_id", "model_id", "sequence_id", "start", "end", "chain_end", "fingerprints", "hops"]
     names += ["visibility", "group", "kv_bytes", "chain_start", "simhashes"]
     fields = dict(zip(names, PUT_FIELDS, strict=True)) | changes
-    member = [b"n" * 16, 1, "x", b"m" * 16, "h:1", "h:2", 1, []]
-    return [7, [[member, 1, False, 6, 7, 0, [list(fields.values())]]]]
+    return ack_of(list(fields.values()))
+
+
+def ack_of(entry: Any) -> Any:
+    """News that consist of one entry, whatever it is."""
+    raw = msgpack.packb(entry, use_bin_type=True)
+    return [7, [[b"n" * 16, 1, False, 6, 7, 0, [raw]]]]
 
 
 @pytest.mark.parametrize(
@@ -130,13 +141,10 @@ def test_the_puts_that_the_next_test_breaks_are_valid(changes: dict[str, Any]) -
 
 
 def test_puts_from_before_anchors_told_their_context_are_read() -> None:
-    fields = put_with()
-    fields[1][0][-1][0] = PUT_FIELDS[:13]
-    _, message = wire.decode(frame_of(fields))
+    _, message = wire.decode(frame_of(ack_of(PUT_FIELDS[:13])))
     assert isinstance(message, m.Ack)
-    put = message.deltas[0].entries[0]
-    assert isinstance(put, m.Put)
-    read = put.meta()
+    read = m.read_entry(message.deltas[0].entries[0]).meta
+    assert read is not None
     assert (read.chain_start, read.content, read.context_first, read.context_last) == (b"", 0, 0, 0)
 
 
@@ -263,8 +271,11 @@ def test_entry_bound_is_a_bound(put: m.Put) -> None:
 @given(members)
 @settings(deadline=None)
 def test_member_bound_is_a_bound(member: m.MemberRecord) -> None:
-    delta = m.OriginDelta(member, m.COUNTER_MAX, True, 0, m.COUNTER_MAX, m.COUNTER_MAX, ())
-    assert len(wire.pack(delta)) <= member_bytes_max(member)
+    assert len(wire.pack(member)) <= member_bytes_max(member)
+    top = m.COUNTER_MAX
+    head = {"head_seq": top, "head_digest": b"\xff" * 8, "head_signature": b"s" * 64, "log_seq": top}
+    delta = log_news(member, top, reset=True, gc_floor=top, incarnation=top, **{**head, "member": None})
+    assert len(wire.pack(delta)) <= DELTA_BYTES_MIN
 
 
 def test_private_anchors_cannot_be_put_on_the_wire() -> None:

@@ -1,0 +1,96 @@
+"""The exchange between two nodes: do we know the same, where do we differ, what do you lack."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvcomm_p2p.protocol.messages.fields import (
+    DIGEST_ENTRIES_MAX,
+    CounterField,
+    NodeIdField,
+    require,
+)
+from kvcomm_p2p.protocol.messages.logs import HashField, OriginDelta
+from kvcomm_p2p.protocol.messages.members import Status
+
+BUCKETS = 64
+"""Origins are dealt by the first six bits of their id."""
+
+BUCKET_HASH_BYTES = 4
+ROW_BYTES = 6
+"""Bytes of one origin in a `Dense` digest: max_seq (u32, at most 2 ** 32 - 1) and 16 bits of its state hash."""
+
+ROWS_MAX = 4096
+WANTS_MAX = 1024
+DELTAS_MAX = 1024
+
+
+class DigestEntry(Struct, frozen=True, array_like=True):
+    """What the sender knows of one origin: whether it lives, and its log up to `max_seq`, in which deletions up to
+    `gc_floor` are forgotten.
+
+    `gc_floor` is above `max_seq` while a snapshot taken above it is still arriving. `set_digest`: see `Head.digest`, of
+    what the sender has.
+    """
+
+    node_id: NodeIdField
+    epoch: CounterField
+    incarnation: CounterField
+    max_seq: CounterField
+    gc_floor: CounterField
+    status: Status = Status.ALIVE
+    set_digest: HashField = bytes(8)
+
+
+class Syn(Struct, frozen=True, array_like=True, tag=5):
+    """First leg: hashes of the members as I know them, and of the state of all logs. Equal ones stay unanswered."""
+
+    view: HashField
+    state: HashField
+
+
+class SynAck(Struct, frozen=True, array_like=True, tag=6):
+    """What I know, in full: for those who know other members. `answer`: do not send yours, you did."""
+
+    digest: Annotated[tuple[DigestEntry, ...], Meta(max_length=DIGEST_ENTRIES_MAX)]
+    answer: bool = False
+
+
+class Ack(Struct, frozen=True, array_like=True, tag=7):
+    """News: of what you lack, or fresh ones. `answer`: this is all that I send of what you wanted last; `more`: there
+    was no room for the rest, ask again."""
+
+    deltas: Annotated[tuple[OriginDelta, ...], Meta(max_length=DELTAS_MAX)]
+    answer: bool = False
+    more: bool = False
+
+
+class Want(Struct, frozen=True, array_like=True, tag=27):
+    """Send me news of these logs; this is what I have of them."""
+
+    digest: Annotated[tuple[DigestEntry, ...], Meta(min_length=1, max_length=WANTS_MAX)]
+
+
+class Buckets(Struct, frozen=True, array_like=True, tag=28):
+    """One hash (little-endian u32) per bucket of the state of its logs. `roster`: hash of the live members' ids and
+    epochs; only who has the same can read it."""
+
+    roster: HashField
+    hashes: Annotated[bytes, Meta(min_length=BUCKETS * BUCKET_HASH_BYTES, max_length=BUCKETS * BUCKET_HASH_BYTES)]
+
+
+class Dense(Struct, frozen=True, array_like=True, tag=29):
+    """The state of all logs in the buckets whose bit is set in `mask`, ascending by node id, ROW_BYTES each.
+
+    `answer`: do not send yours, you did.
+    """
+
+    roster: HashField
+    mask: HashField
+    rows: Annotated[bytes, Meta(max_length=ROWS_MAX * ROW_BYTES)]
+    answer: bool = False
+
+    def __post_init__(self) -> None:
+        require(len(self.rows) % ROW_BYTES == 0, "rows are not whole")
