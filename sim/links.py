@@ -55,7 +55,10 @@ class LinkProfile:
 LOOPBACK = LinkProfile(latency_s=0.00005, jitter_s=0.00002, bytes_per_s=1e9)
 LAN = LinkProfile()
 WAN = LinkProfile(latency_s=0.025, jitter_s=0.002, bytes_per_s=1.25e8)
-PROFILES = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
+DSL = LinkProfile(latency_s=0.0125, jitter_s=0.001, bytes_per_s=1.25e7, loss=0.001)
+FAST = LinkProfile(latency_s=0.00003, jitter_s=0.00001, bytes_per_s=1.25e10)
+PROFILES = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN, "dsl": DSL, "fast": FAST}
+"""One machine, 10 GbE, 1 Gbit/s over 50 ms of round trip, 100 Mbit/s over 25 ms with losses, 100 GbE."""
 
 
 @dataclass(frozen=True, slots=True)
