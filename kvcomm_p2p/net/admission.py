@@ -15,10 +15,10 @@ from kvcomm_p2p.net.counters import WireCounters
 from kvcomm_p2p.net.gate import Gate, verify_all
 from kvcomm_p2p.net.limits import PeerLimits
 from kvcomm_p2p.net.seal import Sealer
-from kvcomm_p2p.net.signatures import head_is_genuine, sign_head
+from kvcomm_p2p.net.signatures import Claim, head_is_genuine, sign_head
 from kvcomm_p2p.protocol.events import HeadSigned, HeadVerified, SignHead, VerifyHead
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import MemberRecord, Message
+from kvcomm_p2p.protocol.messages import Message
 from kvcomm_p2p.protocol.wire import HEADER_BYTES, WireError, decode, sender_of
 
 WAITING_MAX = 256
@@ -132,7 +132,7 @@ class Admission:
             self._waiting_count -= 1
         self._waiting.pop(sender, None)
 
-    def _verified(self, sender: NodeId, asked: int, genuine: list[MemberRecord]) -> None:
+    def _verified(self, sender: NodeId, asked: int, genuine: list[Claim]) -> None:
         self.gate.learn(genuine)
         if asked > len(genuine):
             self._counters.dropped["bad_signature"] += asked - len(genuine)

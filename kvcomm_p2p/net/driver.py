@@ -17,6 +17,7 @@ from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.net.counters import WireCounters
 from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate
+from kvcomm_p2p.net.identity import Identity
 from kvcomm_p2p.net.interpreter import Finish, Interpreter, MakeNode, is_digest
 from kvcomm_p2p.net.key_watch import KeyWatch
 from kvcomm_p2p.net.keys import ClusterKeys
@@ -29,6 +30,7 @@ from kvcomm_p2p.protocol.events import (
     AnchorsPublished,
     AnchorsUsed,
     AnchorTokens,
+    EraseRequested,
     FetchCancelled,
     FetchRequested,
     FinishFetch,
@@ -43,6 +45,7 @@ from kvcomm_p2p.protocol.events import (
 )
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
+from kvcomm_p2p.protocol.messages import Erasure
 from kvcomm_p2p.protocol.views import NodeStats, PeerView
 from kvcomm_p2p.store import BlockStore
 
@@ -271,6 +274,23 @@ class Driver:
         """Loop. Hold these anchors no longer."""
         self._require_running()
         self._interpreter.handle(AnchorsForgotten(tuple(anchor_ids)))
+
+    async def erase(self, erasures: Iterable[Erasure], *, everywhere: bool) -> int:
+        """Loop. Erase this content from the pool (returns how many anchors went), remember it, and tell all members if it is to
+        go `everywhere`."""
+        self._require_running()
+        before = self._interpreter.node.stats().pool_anchors
+        self._interpreter.handle(EraseRequested(tuple(erasures), everywhere))
+        return before - self._interpreter.node.stats().pool_anchors
+
+    def on_erased(self, callback: Callable[[tuple[AnchorId, ...]], None]) -> None:
+        """Before `start`: called on the loop whenever anchors were erased, here or on a member's word."""
+        self._interpreter.on_erased = callback
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who signs in this node's name; None where there are no keys."""
+        return self._interpreter.gate.identity
 
     async def touch(self, anchor_ids: Iterable[AnchorId]) -> None:
         """Loop. These held anchors were used just now."""

@@ -19,9 +19,9 @@ from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.net.curve import CurveKeys, dial_name
 from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity, load_allowed, load_identity
 from kvcomm_p2p.net.seeds import parse_seed
-from kvcomm_p2p.net.signatures import is_genuine
+from kvcomm_p2p.net.signatures import Claim, is_genuine
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import Hello, MemberRecord, Message, Refused, Welcome
+from kvcomm_p2p.protocol.messages import Erasure, Hello, MemberRecord, Message, Refused, Welcome
 from kvcomm_p2p.settings import is_loopback
 
 NODES_REMEMBERED_MAX = 8192
@@ -29,20 +29,29 @@ NODES_REMEMBERED_MAX = 8192
 
 SEEDS_REMEMBERED_MAX = 1024
 
+OWN_LABEL = "me"
+"""Behind "#" in a seed: a node of this identity."""
+
 
 class Gate:
     """Without arguments: nothing is required, nothing is signed."""
 
     def __init__(
-        self, identity: Identity | None = None, allowed: Iterable[Allowed] = (), *, required: bool = False
+        self,
+        identity: Identity | None = None,
+        allowed: Iterable[Allowed] = (),
+        *,
+        required: bool = False,
+        own_hosts: Iterable[str] = (),
     ) -> None:
-        """Raises ValueError if keys are required and there is no identity."""
+        """`own_hosts`: addresses of this machine. Raises ValueError if keys are required and there is no identity."""
         if required and identity is None:
             raise ValueError("nobody can be let in without an identity of our own")
         self.identity = identity
         self.required = required
+        self._own_hosts = frozenset(own_hosts)
         self._own = () if identity is None else (Allowed("", identity.public),)
-        self._genuine: OrderedDict[MemberRecord, None] = OrderedDict()
+        self._genuine: OrderedDict[Claim, None] = OrderedDict()
         self._owners: OrderedDict[NodeId, PublicIdentity] = OrderedDict()
         self._seed_keys: OrderedDict[str, bytes] = OrderedDict()
         self.set_allowed(allowed)
@@ -52,14 +61,15 @@ class Gate:
         self._allowed = tuple(allowed)
         everybody = (*self._own, *self._allowed)
         self._let_in = frozenset(peer.public for peer in everybody)
+        self._signing_keys = frozenset(peer.public.signing for peer in everybody)
         self._curve_keys = frozenset(peer.public.curve for peer in everybody)
         if not self.required:
             return ()
         gone = sorted(node for node, owner in self._owners.items() if owner not in self._let_in)
         for node in gone:
             del self._owners[node]
-        for record in [r for r in self._genuine if PublicIdentity(r.public_key, r.curve_key) not in self._let_in]:
-            del self._genuine[record]
+        for claim in [claim for claim in self._genuine if not self._plausible(claim)]:
+            del self._genuine[claim]
         for address in [address for address, key in self._seed_keys.items() if key not in self._curve_keys]:
             del self._seed_keys[address]
         return tuple(gone)
@@ -73,8 +83,8 @@ class Gate:
     def seed(self, text: str) -> str:
         """The "host:port" of a seed; remembers whose key is expected there.
 
-        That is the key of the peer named behind "#"; without a name our own on loopback addresses and where nobody else is
-        allowed, otherwise that of the only peer in the allow-list. Raises ConfigError, naming the fix.
+        That is the key of the peer named behind "#"; without a name our own on addresses of this machine and where nobody
+        else is allowed, otherwise that of the only peer in the allow-list. Raises ConfigError, naming the fix.
         """
         seed = parse_seed(text)
         if not self.required:
@@ -92,18 +102,25 @@ class Gate:
         return seed.address
 
     def _seed_key(self, text: str, address: str, label: str) -> bytes:
-        if not label:
-            if not self._allowed or is_loopback(address.rpartition(":")[0]):
-                return self._own[0].public.curve
-            if len(self._allowed) == 1:
-                return self._allowed[0].public.curve
+        key = b"" if label else self._likely_key(address)
+        if label == OWN_LABEL:
+            key = self._own[0].public.curve
         for peer in self._allowed:
-            if peer.label == label:
-                return peer.public.curve
-        if label == "me":
-            return self._own[0].public.curve
+            if label and peer.label == label:
+                key = peer.public.curve
+        if key:
+            return key
         names = ", ".join(sorted(peer.label for peer in self._allowed))
-        raise ConfigError(f"cannot join {text!r}: write whose node it is, {address}#NAME; allowed are {names} and me")
+        raise ConfigError(
+            f"cannot join {text!r}: write whose node it is, {address}#NAME; allowed are {names} and {OWN_LABEL}"
+        )
+
+    def _likely_key(self, address: str) -> bytes:
+        """Whose key is expected at an address of which nothing is known; empty if there are several."""
+        host = address.rpartition(":")[0]
+        if not self._allowed or is_loopback(host) or host in self._own_hosts:
+            return self._own[0].public.curve
+        return self._allowed[0].public.curve if len(self._allowed) == 1 else b""
 
     def dial(self, to: NodeId | None, address: str) -> str | None:
         """What the transport is to be given to reach node `to` (None: a seed) at `address`. None: whose key is to be expected
@@ -111,7 +128,10 @@ class Gate:
         if not self.required:
             return address
         owner = None if to is None else self._owners.get(to)
-        key = self._seed_keys.get(address) if to is None else owner and owner.curve
+        if to is None:
+            key = self._seed_keys.get(address) or self._likely_key(address)
+        else:
+            key = b"" if owner is None else owner.curve
         return dial_name(address, key) if key and self.lets_in(key) else None
 
     # --------------------------------------------------------------------------------------------------------- receiving
@@ -135,64 +155,74 @@ class Gate:
         owner = self._owners.get(node)
         return b"" if owner is None else owner.signing
 
-    def unchecked(self, message: Message) -> tuple[MemberRecord, ...]:
-        """Records in a message whose signature has to be verified (`is_genuine`, from any thread) before `filtered`."""
-        return tuple(r for r in records_in(message) if self._plausible(r) and r.public_key and r not in self._genuine)
+    def unchecked(self, message: Message) -> tuple[Claim, ...]:
+        """Records and erasures in a message whose signature has to be verified (`is_genuine`, from any thread) before
+        `filtered`."""
+        return tuple(
+            c for c in claims_in(message) if self._plausible(c) and c.public_key and _ageless(c) not in self._genuine
+        )
 
-    def learn(self, records: Iterable[MemberRecord]) -> None:
-        """These records were found to be genuine."""
-        for record in records:
-            if self._plausible(record):
-                _remember(self._genuine, record, None, NODES_REMEMBERED_MAX)
-                owner = PublicIdentity(record.public_key, record.curve_key)
-                _remember(self._owners, record.node_id, owner, NODES_REMEMBERED_MAX)
+    def learn(self, claims: Iterable[Claim]) -> None:
+        """These were found to be genuine."""
+        for claim in claims:
+            if not self._plausible(claim):
+                continue
+            _remember(self._genuine, _ageless(claim), None, NODES_REMEMBERED_MAX)
+            if isinstance(claim, MemberRecord):
+                owner = PublicIdentity(claim.public_key, claim.curve_key)
+                _remember(self._owners, claim.node_id, owner, NODES_REMEMBERED_MAX)
 
     def filtered(self, message: Message) -> Message | None:
-        """The message without records that are not believed; None if it is about such a record as a whole."""
+        """The message without records and erasures that are not believed; None if it is about such a record as a whole."""
         fields: dict[str, Any] = {}
-        for name in _fields(message):
+        for name in message.__struct_fields__:
             value = getattr(message, name)
             if isinstance(value, MemberRecord):
                 if not self._believed(value):
                     return None
             elif isinstance(value, tuple) and value and isinstance(value[0], Struct):
-                kept = tuple(item for item in value if (record := _record_of(item)) is None or self._believed(record))
+                kept = tuple(item for item in value if (claim := _claim_of(item)) is None or self._believed(claim))
                 if len(kept) != len(value):
                     fields[name] = kept
         return replace(message, **fields) if fields else message
 
-    def _plausible(self, record: MemberRecord) -> bool:
+    def _plausible(self, claim: Claim) -> bool:
         """All but the signature."""
-        return not self.required or PublicIdentity(record.public_key, record.curve_key) in self._let_in
+        if not self.required:
+            return True
+        if isinstance(claim, Erasure):
+            return claim.public_key in self._signing_keys
+        return PublicIdentity(claim.public_key, claim.curve_key) in self._let_in
 
-    def _believed(self, record: MemberRecord) -> bool:
-        return self._plausible(record) and (not record.public_key or record in self._genuine)
+    def _believed(self, claim: Claim) -> bool:
+        return self._plausible(claim) and (not claim.public_key or _ageless(claim) in self._genuine)
 
 
-def records_in(message: Message) -> Iterator[MemberRecord]:
-    """Member records that a message carries, alone, in a tuple, or as the `member` of what is in a tuple."""
-    for name in _fields(message):
+def claims_in(message: Message) -> Iterator[Claim]:
+    """Records and erasures that a message carries, alone, in a tuple, or as the `member` of what is in a tuple."""
+    for name in message.__struct_fields__:
         value = getattr(message, name)
         if isinstance(value, MemberRecord):
             yield value
         elif isinstance(value, tuple) and value and isinstance(value[0], Struct):
-            yield from (record for item in value if (record := _record_of(item)) is not None)
+            yield from (claim for item in value if (claim := _claim_of(item)) is not None)
 
 
-def verify_all(records: Iterable[MemberRecord]) -> list[MemberRecord]:
+def verify_all(claims: Iterable[Claim]) -> list[Claim]:
     """Those that are genuine (158 us each). Any thread."""
-    return [record for record in records if is_genuine(record)]
+    return [claim for claim in claims if is_genuine(claim)]
 
 
-def _fields(message: Message) -> tuple[str, ...]:
-    return message.__struct_fields__
-
-
-def _record_of(item: Any) -> MemberRecord | None:
-    if isinstance(item, MemberRecord):
+def _claim_of(item: Any) -> Claim | None:
+    if isinstance(item, MemberRecord | Erasure):
         return item
     member = getattr(item, "member", None)
     return member if isinstance(member, MemberRecord) else None
+
+
+def _ageless(claim: Claim) -> Claim:
+    """The same claim is told at several ages."""
+    return replace(claim, age_s=0.0) if isinstance(claim, Erasure) else claim
 
 
 def _remember(table: OrderedDict[Any, Any], key: Any, value: Any, entries_max: int) -> None:
@@ -202,7 +232,7 @@ def _remember(table: OrderedDict[Any, Any], key: Any, value: Any, entries_max: i
         table.popitem(last=False)
 
 
-def open_gate(state_dir: Path, bind_host: str, *, encrypted: bool) -> Gate:
+def open_gate(state_dir: Path, bind_host: str, *, encrypted: bool, advertise_host: str = "") -> Gate:
     """The gate of a node of `state_dir`. Raises ConfigError, naming the commands, where connections are to be encrypted and
     there is no identity to encrypt with, or nobody to talk to."""
     identity = load_identity(state_dir)
@@ -216,7 +246,7 @@ def open_gate(state_dir: Path, bind_host: str, *, encrypted: bool) -> Gate:
     allowed = load_allowed(state_dir)
     if not allowed and not is_loopback(bind_host):
         raise ConfigError(f"nobody may connect to a node at {bind_host}: run {exchange}")
-    return Gate(identity, allowed, required=True)
+    return Gate(identity, allowed, required=True, own_hosts=(bind_host, advertise_host))
 
 
 def curve_keys(gate: Gate) -> CurveKeys | None:

@@ -214,8 +214,15 @@ def parse_line(line: str, label: str = "") -> Allowed:
         raise ConfigError(f"{word[:24]!r} {problem}")
     public = PublicIdentity(keys[:KEY_BYTES], keys[KEY_BYTES:])
     label = label or public.fingerprint[:9]
-    if len(label) > LABEL_CHARS_MAX or not label.isprintable() or any(c.isspace() or c in "#:/" for c in label):
-        raise ConfigError(f"{label!r} cannot be a peer's name: no blanks, '#', ':' or '/', at most {LABEL_CHARS_MAX}")
+    if (
+        len(label) > LABEL_CHARS_MAX
+        or not label.isprintable()
+        or any(c.isspace() or c in "#:/" for c in label)
+        or label == "me"
+    ):
+        raise ConfigError(
+            f"{label!r} cannot be a peer's name: not 'me', no blanks, '#', ':', '/', at most {LABEL_CHARS_MAX}"
+        )
     return Allowed(label, public)
 
 

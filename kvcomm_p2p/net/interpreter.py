@@ -38,6 +38,7 @@ from kvcomm_p2p.protocol.events import (
     PeerUnreachable,
     Plane,
     RenewIdentity,
+    ReportErased,
     ReportPeer,
     RetainBlock,
     SaveState,
@@ -49,7 +50,7 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
     VerifyHead,
 )
-from kvcomm_p2p.protocol.ids import NodeId, short
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId, short
 from kvcomm_p2p.protocol.messages import Chunk, Message
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.wire import encode
@@ -99,6 +100,7 @@ class Interpreter:
         self.counters = WireCounters()
         self.gate = gate or Gate()
         self._admission = Admission(self.gate, sealer, self.counters)
+        self.on_erased: Callable[[tuple[AnchorId, ...]], None] = lambda anchor_ids: None
         self._mover = BlockMover(
             store, hashers, verify, self.counters, self._send_chunk, self._send_message, self._handle_safely
         )
@@ -114,6 +116,7 @@ class Interpreter:
             FinishLookup: on_finish,
             FinishTokens: on_finish,
             FinishJoin: on_finish,
+            ReportErased: lambda effect: self.on_erased(effect.anchor_ids),
             SaveState: self._save_state,
             RenewIdentity: self._renew_identity,
             ReportPeer: self._report_peer,

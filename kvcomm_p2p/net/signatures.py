@@ -5,11 +5,15 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvcomm_p2p.net.identity import Identity, node_id_of, verifies
-from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.protocol.messages import SIGNATURE_BYTES, Erasure, MemberRecord
 from kvcomm_p2p.protocol.wire import pack
 
 _MEMBER = b"kvcomm member v1\0"
 _HEAD = b"kvcomm head v1\0"
+_ERASURE = b"kvcomm erasure v1\0"
+
+Claim = MemberRecord | Erasure
+"""What a message says in somebody's name."""
 
 
 def signed_record(identity: Identity, record: MemberRecord) -> MemberRecord:
@@ -22,8 +26,26 @@ def signed_record(identity: Identity, record: MemberRecord) -> MemberRecord:
     return replace(bare, signature=identity.sign(_MEMBER + pack(bare)))
 
 
-def is_genuine(record: MemberRecord) -> bool:
-    """Whether the owner of the record's public key signed exactly this, and its node id is the key's for its name."""
+def signed_erasure(identity: Identity, erasure: Erasure) -> Erasure:
+    """The erasure with the identity's public key and its signature, which covers all but the age."""
+    bare = replace(erasure, public_key=identity.public.signing, signature=b"\0" * SIGNATURE_BYTES)
+    return replace(bare, signature=identity.sign(_ERASURE + _ageless(bare)))
+
+
+def is_genuine(claim: Claim) -> bool:
+    """Whether the owner of the claim's public key signed exactly this; a record's node id must be the key's for its name."""
+    return _record_is_genuine(claim) if isinstance(claim, MemberRecord) else _erasure_is_genuine(claim)
+
+
+def _erasure_is_genuine(erasure: Erasure) -> bool:
+    return bool(erasure.public_key) and verifies(erasure.public_key, erasure.signature, _ERASURE + _ageless(erasure))
+
+
+def _ageless(erasure: Erasure) -> bytes:
+    return pack(replace(erasure, age_s=0.0, signature=b"\0" * SIGNATURE_BYTES))
+
+
+def _record_is_genuine(record: MemberRecord) -> bool:
     if not record.public_key or record.node_id != node_id_of(record.public_key, record.name):
         return False
     return verifies(record.public_key, record.signature, _MEMBER + pack(replace(record, signature=b"")))

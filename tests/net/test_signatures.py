@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from keyed_nodes import allowed
+from msgspec import Struct
 from msgspec.structs import replace
 
-from kvcomm_p2p.net.gate import Gate, records_in, verify_all
+from kvcomm_p2p.net.gate import Gate, claims_in, verify_all
 from kvcomm_p2p.net.identity import Identity, PublicIdentity, parse_line, verifies
-from kvcomm_p2p.net.signatures import head_is_genuine, is_genuine, sign_head, signed_record
+from kvcomm_p2p.net.signatures import head_is_genuine, is_genuine, sign_head, signed_erasure, signed_record
 from kvcomm_p2p.protocol.ids import ModelId, NodeId
-from kvcomm_p2p.protocol.messages import Ack, MemberRecord, OriginDelta, Refused, RefusedReason, Welcome
+from kvcomm_p2p.protocol.messages import Erasure, Forget, MemberRecord, Refused, RefusedReason, Welcome
 
 ME, PEER, STRANGER = Identity.new(), Identity.new(), Identity.new()
 
@@ -71,6 +72,21 @@ def test_heads_are_signed_in_a_domain_of_their_own() -> None:
     assert not head_is_genuine(PEER.public.signing, head, signed(PEER).signature)
 
 
+def test_erasures_are_signed_whatever_their_age() -> None:
+    erasure = signed_erasure(PEER, Erasure(b"e" * 16, PEER.public.node_id("n"), 0.0, 8, bytes(8)))
+    assert is_genuine(replace(erasure, age_s=99.0))
+    for field, value in (("origin", b"o" * 16), ("hashes", bytes(16)), ("tokens", 4), ("anchor_ids", (b"a" * 16,))):
+        assert not is_genuine(replace(erasure, **{field: value}))
+    strict = gate(True)
+    stranger = signed_erasure(STRANGER, erasure)
+    unsigned = replace(erasure, erasure_id=b"u" * 16, public_key=b"", signature=b"")
+    message = Forget((erasure, stranger, unsigned))
+    strict.learn(verify_all(strict.unchecked(message)))
+    assert strict.filtered(message) == Forget((erasure,))
+    assert strict.unchecked(Forget((replace(erasure, age_s=5.0),))) == ()
+    assert gate(False).filtered(Forget((unsigned,))) == Forget((unsigned,))
+
+
 def gate(required: bool) -> Gate:
     return Gate(ME, [allowed(PEER, "peer")], required=required)
 
@@ -122,16 +138,19 @@ def test_a_node_belongs_to_the_key_of_its_record() -> None:
 
 def test_records_are_found_wherever_they_are() -> None:
     one, two = signed(PEER, "one"), signed(PEER, "two")
-    delta = OriginDelta(one, *_default_delta_fields())
-    assert list(records_in(Welcome(one, (two,)))) == [one, two]
-    assert one in list(records_in(Ack((delta,))))
+    message = _Carrier((_Item(one), _Item(None)), (1, 2), two)
+    assert list(claims_in(Welcome(one, (two,)))) == [one, two]
+    assert list(claims_in(message)) == [one, two]  # type: ignore[arg-type]
 
 
-def _default_delta_fields() -> tuple[object, ...]:
-    values: dict[str, object] = {"reset": False, "entries": (), "signature": b""}
-    names = OriginDelta.__struct_fields__[1:]
-    required = len(names) - len(OriginDelta.__struct_defaults__)
-    return tuple(values.get(name, 0) for name in names[:required])
+class _Item(Struct, frozen=True):
+    member: MemberRecord | None
+
+
+class _Carrier(Struct, frozen=True):
+    items: tuple[_Item, ...]
+    numbers: tuple[int, ...]
+    last: MemberRecord
 
 
 def test_lines_survive_a_round_trip_and_nothing_else_is_read() -> None:
