@@ -17,6 +17,8 @@ DELTA_BYTES_MAX_MAX = 128 * 1024
 
 DIRECTORY_MODES = ("auto", "full", "sharded")
 
+_MAY_BE_ZERO = ("anchor_ttl_s", "upload_bytes_per_s_max")
+
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
@@ -76,11 +78,37 @@ class NodeConfig:
     """Seconds without credit until a puller is taken to have gone. Larger: silent pullers hold slots and blocks
     longer."""
 
+    upload_bytes_in_flight_max: int = 32 * MIB
+    """Bytes sent to one peer, in all its pulls, that it has not credited yet. Larger: better use of slow links, more
+    memory."""
+
+    upload_bytes_per_s_max: int = 0
+    """Bytes of blocks sent per second to all peers together, 0: no limit. Larger: peers get theirs sooner, others on
+    the link wait longer."""
+
+    requests_per_peer_s_max: int = 1000
+    """Pulls and questions for token ids answered per second and peer. Larger: a peer can keep this node busier."""
+
+    passing_on_s: float = 10.0
+    """Seconds that blocks just pulled are served to others, and that those who pulled here are named to others.
+    Larger: more is found at peers when many want the same, more memory is used."""
+
+    passing_on_bytes_max: int = 128 * MIB
+    """Bytes of blocks just pulled that are kept for others. Larger: more memory."""
+
     busy_retry_s: float = 0.04
     """Seconds after which a puller that was told BUSY should ask again. Larger: fewer questions, later answers."""
 
     credit_bytes: int = 16 * MIB
     """Bytes of one pull that may be on the way. Larger: better use of slow links, more memory at both ends."""
+
+    pull_piece_bytes: int = 4 * MIB
+    """Bytes of blocks asked for in one pull (at least one block). Larger: fewer messages; smaller: a holder that many want
+    can be left sooner for peers that have the piece already."""
+
+    pull_busy_wait_s: float = 2.0
+    """Seconds that a fetch waits without progress for holders that answer, but are busy. Larger: fewer misses when many
+    want the same, longer waits in vain."""
 
     pulls_per_peer_max: int = 2
     """Own pulls in flight to one holder; more wait their turn. Larger: one node can take more of a holder's slots."""
@@ -146,7 +174,7 @@ class NodeConfig:
             elif item.name == "erasing_key":
                 if not isinstance(value, bytes) or len(value) != ERASING_KEY_BYTES:
                     problems.append(f"erasing_key must be {ERASING_KEY_BYTES} bytes")
-            elif item.name == "anchor_ttl_s" and value == 0:
+            elif item.name in _MAY_BE_ZERO and value == 0:
                 continue
             elif item.name == "directory":
                 if value not in DIRECTORY_MODES:

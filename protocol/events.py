@@ -142,18 +142,25 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class FetchRequested:
-    """Pull `wants` (in this order) from `holder`. Answered once by FinishFetch, by `deadline`.
+    """Pull `wants` from `holders`, best first. Answered once by FinishFetch, by `deadline`.
 
-    A block that another fetch already has in flight is not asked for twice: this fetch waits for that one and reports
-    the other's handle. `stall_s`: give up after this many seconds without progress, if that is sooner than the node's own
-    `pull_stall_timeout_s` (a request that has lost time already has less left to lose).
+    The first holder stated the digests; what it does not deliver is asked of the next, whose copy may have other bytes if
+    it computed its own (a miss there). Pieces of `wants` may be asked for in any order. A block that another fetch already
+    has in flight is not asked for twice: this fetch waits for that one and reports the other's handle.
+
+    `stall_s`: give up after this many seconds without progress in all, if that is sooner than the node's own
+    `pull_stall_timeout_s` (a request that has lost time already has less left to lose). `busy_s`: the same for holders
+    that answer, but are busy, and `pull_busy_wait_s`. `anchors`: metadata of what is wanted, as a holder announced it;
+    blocks of these anchors are passed on to others for a while (see `onward`).
     """
 
     fetch_id: int
-    holder: NodeId
+    holders: tuple[NodeId, ...]
     wants: tuple[Want, ...]
     deadline: float
     stall_s: float = math.inf
+    busy_s: float = math.inf
+    anchors: tuple[AnchorMeta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +256,8 @@ class SendMessage:
 class SendBlock:
     """Send the bytes of `handle` as chunks (each with a Chunk header) back to the peer that pulled.
 
-    `shared`: if they stand in memory that the peer can read, say where (SharedBlocks) instead.
+    `shared`: if they stand in memory that the peer can read, say where (SharedBlocks) instead. `offset`: the peer has so
+    many of its first bytes already, send the rest.
     """
 
     to: NodeId
@@ -258,6 +266,7 @@ class SendBlock:
     handle: BlockHandle
     kv_bytes: int
     shared: bool = False
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +277,13 @@ class StoreChunk:
     offset: int
     length: int
     kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetBlock:
+    """What was written to this handle is wrong: as reserved, without any bytes, so that it can be filled anew."""
+
+    handle: BlockHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +455,7 @@ Effect = Union[
     SendMessage,
     SendBlock,
     StoreChunk,
+    ResetBlock,
     VerifyBlock,
     AdoptShared,
     DropBlock,

@@ -1,12 +1,11 @@
-"""The nouns of pulling: fetches, flights and pulls in progress."""
+"""The nouns of pulling: fetches, the blocks they are waiting for, and pulls in progress."""
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field
 
-from kvcomm_p2p.protocol.anchors import BlockKey, MissReason
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, Miss, MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import (
     Effect,
@@ -18,18 +17,16 @@ from kvcomm_p2p.protocol.events import (
     SendMessage,
     Want,
 )
-from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.messages import Credit, Message, Pull, PullBlock, PullFailedReason
 
 FlightKey = tuple[BlockKey, int, bytes]
 """Block, size and digest: two fetches that were told different digests do not share a flight."""
 
-
-OWN_REASONS = (MissReason.CANCELLED, MissReason.DEADLINE)
-"""Reasons that concern the leading fetch alone."""
-
 SHARED_WINDOW_FACTOR = 4
 """How many times more bytes may be uncredited where the puller asks for shared memory."""
+
+ROUNDING_S = 1e-9
 
 FAILED_AS = {
     PullFailedReason.NOT_FOUND: MissReason.NOT_FOUND,
@@ -38,93 +35,195 @@ FAILED_AS = {
 }
 
 
+class LostTime:
+    """Seconds that a fetch lost to holders: the length of a union of intervals, so that what two of them let pass at the
+    same time is lost once."""
+
+    def __init__(self) -> None:
+        self._intervals: list[tuple[float, float]] = []
+
+    def add(self, since: float, now: float) -> None:
+        """[since, now) is lost; `now` never goes backwards from call to call."""
+        while self._intervals and self._intervals[-1][1] >= since:
+            since = min(since, self._intervals.pop()[0])
+        if now > since:
+            self._intervals.append((since, now))
+
+    def before(self, moment: float) -> float:
+        """Seconds lost before `moment`."""
+        return sum(min(end, moment) - start for start, end in self._intervals if start < moment)
+
+    @property
+    def total_s(self) -> float:
+        return self.before(math.inf)
+
+
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A caller's request. `results` in the order wanted; `open` of them are missing still; `lost_s` so far."""
+    """A caller's request. `results` in the order wanted, `open` of them are missing still. `progress_at`: when anything
+    of it last arrived. `refused`: holders that it does not ask any more. `anchors`: what it said of what it wants.
+    """
 
     event: FetchRequested
     started_at: float
     results: list[FoundBlock | MissedBlock | None]
     open: int
-    lost_s: float = 0.0
+    progress_at: float
+    lost: LostTime = field(default_factory=LostTime)
+    refused: dict[NodeId, Miss] = field(default_factory=dict)
+    anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, event: FetchRequested, now: float) -> Fetch:
+        anchors = {anchor.anchor_id: anchor for anchor in event.anchors}
+        return cls(event, now, [None] * len(event.wants), len(event.wants), now, anchors=anchors)
+
+    def patience_s(self, config: NodeConfig, since: float) -> float:
+        """How long nothing may arrive from `since` on: what it has lost before is not there to be lost again."""
+        return max(0.0, min(config.pull_stall_timeout_s, self.event.stall_s) - self.lost.before(since))
+
+    def lose(self, since: float, now: float) -> None:
+        """It waited in vain since then, if it was there."""
+        self.lost.add(max(since, self.started_at), now)
 
     def answer(self) -> FinishFetch:
         found = tuple(result for result in self.results if isinstance(result, FoundBlock))
         missed = tuple(result for result in self.results if isinstance(result, MissedBlock))
-        return FinishFetch(self.event.fetch_id, found, missed, self.lost_s)
+        return FinishFetch(self.event.fetch_id, found, missed, self.lost.total_s)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One block on its way. `position` in the leading fetch; `arrived`: whole, being verified; `settled`: decided.
+    """A block on its way.
 
-    `sharing`: it arrived in shared memory and is being taken from there; `again`: that failed, it is to be sent.
+    `owners`: fetches that want it, with the position there; the first leads. `handle` is filled and is the leader's, the
+    other owners have one of their own until they get this one. `pull` brings it now; None: it waits for a holder, or is
+    here. `received`: its first bytes that are here, from `givers`. `referred`: peers that busy holders named. `failed_at`:
+    holders that did not deliver it. `arrived`: whole, being checked; `sharing`: where it stands, in memory shared with the
+    holder. `anew`: bytes of several holders did not fit together, so it comes from one. `hopeless`: not to be tried again.
     """
 
     key: FlightKey
     want: Want
-    pull: PullState
-    followers: list[tuple[Fetch, int]] = field(default_factory=list)
-    position: int = 0
+    owners: list[tuple[Fetch, int]]
+    handle: BlockHandle
+    pull: PullState | None = None
     received: int = 0
+    givers: list[NodeId] = field(default_factory=list)
+    referred: dict[NodeId, None] = field(default_factory=dict)
+    failed_at: dict[NodeId, Miss] = field(default_factory=dict)
     arrived: bool = False
-    settled: bool = False
     sharing: bool = False
-    again: bool = False
+    anew: bool = False
+    hopeless: Miss | None = None
 
+    @property
+    def leader(self) -> Fetch:
+        return self.owners[0][0]
 
-class Phase(enum.Enum):
-    """Where a pull stands with its holder."""
+    def begin_again(self) -> None:
+        """Nothing of it is here."""
+        self.received, self.arrived, self.givers = 0, False, []
 
-    QUEUED = 0
-    """Waits until fewer pulls of its holder are active."""
-    ACTIVE = 1
-    BUSY = 2
-    """The holder was busy; asks again at `retry_at`."""
+    def got(self, holder: NodeId, length: int, now: float) -> None:
+        """More of it is here."""
+        self.received += length
+        if holder not in self.givers:
+            self.givers.append(holder)
+        for fetch, _ in self.owners:
+            fetch.progress_at = now
 
 
 @dataclass(slots=True, eq=False)
 class PullState:
-    """`progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now.
+    """One request to one holder for some blocks, in this order.
 
-    `waited`: it was queued for a while. `shared`: asks for blocks in shared memory.
+    `progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now, `begun`: bytes
+    of it from this pull. `failed`: ordinals that the holder does not deliver. `received`, `credited`: bytes. `shared`: asks
+    for blocks in shared memory. `rival`: the other pull of a race for the same blocks; `hedge`: this one began later.
+    `hedged`: since the last progress a rival was looked for.
     """
 
     pull_id: int
-    fetch: Fetch
     holder: NodeId
     bulk: str
+    flights: list[Flight]
     progress_at: float
-    phase: Phase = Phase.QUEUED
-    flights: list[Flight] = field(default_factory=list)
+    shared: bool = False
     current: int = 0
+    begun: int = 0
+    failed: set[int] = field(default_factory=set)
     received: int = 0
     credited: int = 0
-    waited: bool = False
-    retry_at: float = math.inf
-    shared: bool = False
+    rival: PullState | None = None
+    hedge: bool = False
+    hedged: bool = False
+
+    def owes(self, ordinal: int) -> bool:
+        """Whether the holder still has to send this block."""
+        flight = self.flights[ordinal]
+        mine = flight.pull is self or (self.rival is not None and flight.pull is self.rival)
+        return mine and not flight.arrived and ordinal not in self.failed
+
+    @property
+    def owed(self) -> list[Flight]:
+        return [flight for ordinal, flight in enumerate(self.flights) if self.owes(ordinal)]
 
     @property
     def waits(self) -> bool:
         """Whether the holder still owes something."""
-        return any(not (flight.arrived or flight.settled) for flight in self.flights)
+        return any(self.owes(ordinal) for ordinal in range(len(self.flights)))
+
+    @property
+    def is_over(self) -> bool:
+        """Everything is here, and nothing stands in the holder's memory any more."""
+        return not self.waits and not any(flight.sharing and flight.pull is self for flight in self.flights)
 
     def patience_s(self, config: NodeConfig) -> float:
         """How long nothing may arrive."""
-        return min(config.pull_stall_timeout_s, self.fetch.event.stall_s)
+        return self.owed[0].leader.patience_s(config, self.progress_at)
+
+    def stalls_at(self, config: NodeConfig) -> float:
+        """When it is given up unless something comes."""
+        return self.progress_at + self.patience_s(config) if self.waits else math.inf
+
+    def hedges_at(self, config: NodeConfig) -> float:
+        """When another holder is to be asked too unless something comes."""
+        if self.hedged or self.rival is not None or not self.waits:
+            return math.inf
+        return self.progress_at + self.patience_s(config) / 2
 
     def ask(self, credit_bytes: int) -> SendMessage:
-        """The request to the holder; the pull is active from now on."""
-        self.phase = Phase.ACTIVE
-        self.retry_at = math.inf
-        blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes) for flight in self.flights)
+        """The request to the holder."""
+        blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes, flight.received) for flight in self.flights)
         return self.to_holder(Pull(self.pull_id, blocks, self._window(credit_bytes), shared=self.shared))
+
+    def progressed(self, now: float) -> None:
+        self.progress_at = now
+        self.hedged = False
+
+    def arrives(self, ordinal: int, length: int, now: float) -> None:
+        """The next `length` bytes of block `ordinal` came."""
+        self.begun = length + (self.begun if ordinal == self.current else 0)
+        self.current = ordinal
+        self.received += length
+        self.progressed(now)
+        self.flights[ordinal].got(self.holder, length, now)
+
+    def gives_up(self, ordinal: int, now: float) -> None:
+        """The holder says that this block does not come; its bytes so far do not count. In a race that is no sign
+        of life of the later pull."""
+        self.failed.add(ordinal)
+        if ordinal == self.current:
+            self.received -= self.begun
+            self.begun = 0
+        if not self.hedge:
+            self.progressed(now)
 
     def credit(self, credit_bytes: int) -> list[Effect]:
         """Credit for a quarter of the window at a time, and for everything at the end, which ends the upload."""
-        done = not self.waits and not any(flight.sharing for flight in self.flights)
         fresh = self.received - self.credited
-        if fresh <= 0 or not (done or fresh >= self._window(credit_bytes) // 4):
+        if fresh <= 0 or not (self.is_over or fresh >= self._window(credit_bytes) // 4):
             return []
         self.credited = self.received
         return [self.to_holder(Credit(self.pull_id, self.received))]
@@ -132,22 +231,6 @@ class PullState:
     def _window(self, credit_bytes: int) -> int:
         """What stands in shared memory is not on any way: a larger window costs nothing and saves waiting for credit."""
         return credit_bytes * (SHARED_WINDOW_FACTOR if self.shared else 1)
-
-    def stalls_at(self, config: NodeConfig) -> float:
-        """When it is given up unless something comes."""
-        if self.phase is not Phase.ACTIVE or not self.waits:
-            return math.inf
-        return self.progress_at + self.patience_s(config)
-
-    def retries(self, config: NodeConfig, retry_after_s: float, now: float) -> bool:
-        """Whether there is time to ask a busy holder again. Asking does not count as progress."""
-        retry_at = now + max(retry_after_s, 0.005)
-        in_time = retry_at < min(self.progress_at + self.patience_s(config), self.fetch.event.deadline)
-        if self.received or not in_time:
-            return False
-        self.phase = Phase.BUSY
-        self.retry_at = retry_at
-        return True
 
     def to_holder(self, message: Message) -> SendMessage:
         return SendMessage(self.holder, self.bulk, message, Plane.BULK_REQUEST)
@@ -160,10 +243,10 @@ class PullState:
         """
         if not self.current <= ordinal < len(self.flights) or length <= 0:
             return None
-        current, flight = self.flights[self.current], self.flights[ordinal]
-        if flight.settled or flight.arrived or offset != flight.received:
+        flight = self.flights[ordinal]
+        if not self.owes(ordinal) or offset != flight.received:
             return None
-        if flight is not current and current.received and not (current.arrived or current.settled):
+        if ordinal != self.current and self.begun and self.owes(self.current):
             return None
         return flight if offset + length <= flight.want.kv_bytes else None
 

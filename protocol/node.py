@@ -19,20 +19,17 @@ from kvcomm_p2p.protocol.events import (
     BlockUnavailable,
     BlockVerified,
     ChunkReceived,
-    DropBlock,
     Effect,
     EraseRequested,
     Event,
     FetchCancelled,
     FetchRequested,
-    FinishFetch,
     FinishLookup,
     IdentityRenewed,
     JoinRequested,
     LeaveRequested,
     LookupRequested,
     MessageReceived,
-    MissedBlock,
     PeerUnreachable,
     ReportPeer,
     SendMessage,
@@ -70,6 +67,7 @@ from kvcomm_p2p.protocol.messages import (
     Tokens,
     Welcome,
 )
+from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.peer_stats import PeerStats
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
@@ -106,10 +104,12 @@ class Node:
         self._pool = Pool(config.pool_bytes_max, config.pool_anchors_max)
         self._penalties = PenaltyBox(config.penalty_first_s, config.penalty_max_s)
         self._sharing = Sharing(me, self._members)
-        self._pulls = Pulls(config, self._members, self._penalties, self._sharing)
-        self._uploads = Uploads(config, self._pool, self._members, self._sharing)
+        self._onward = Onward(config)
+        order = random.Random(me.node_id)
+        self._pulls = Pulls(config, self._members, self._penalties, self._sharing, self._onward, order)
+        self._uploads = Uploads(config, self._pool, self._onward, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
-        self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._on_pool_change)
+        self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._onward, self._on_pool_change)
         self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
         self._counted = PeerStats(
             lambda: self.me,
@@ -131,13 +131,13 @@ class Node:
             AnchorsPublished: self._custody.publish,
             AnchorsForgotten: self._custody.forget,
             AnchorsUsed: self._custody.use,
-            EraseRequested: self._custody.erasing.requested,
+            EraseRequested: self._custody.erase,
             LookupRequested: self._on_lookup,
             TokensRequested: self._on_tokens_requested,
             FetchRequested: self._on_fetch,
             FetchCancelled: lambda event, now: self._pulls.cancel(event.fetch_id, now),
             BlockVerified: self._on_verified,
-            BlockUnavailable: lambda event, now: self._uploads.unavailable(event),
+            BlockUnavailable: self._uploads.unavailable,
             **self._community.metadata.on_event,
         }
         self._on_message_type: dict[type, Callable[[NodeId, Any, float], list[Effect]]] = {
@@ -155,7 +155,7 @@ class Node:
             NoTokens: lambda sender, message, now: self._tokens.answered(sender, message),
             Pull: self._uploads.start,
             Credit: self._uploads.credit,
-            CancelPull: self._on_cancel_pull,
+            CancelPull: self._uploads.cancel,
             Chunk: self._on_stray_chunk,
             PullFailed: self._pulls.failed,
             SharedBlocks: self._pulls.shared,
@@ -163,7 +163,7 @@ class Node:
             ShardResend: self._shards.resend,
             ShardAsk: self._shards.ask,
             ShardAnswer: self._shards.answer,
-            Forget: self._custody.erasing.told,
+            Forget: self._custody.erase_told,
             ErasuresKnown: self._custody.erasing.compared,
         }
 
@@ -260,6 +260,8 @@ class Node:
             unknown_senders=self._community.exchange.unknown_senders,
             unasked_chunks=self._pulls.unasked_chunks,
             busy=self._uploads.busy,
+            throttled=self._uploads.requests.refused,
+            pull_counts=dict(self._pulls.counts),
             rejected_anchors=self._custody.rejected,
             refused_deltas=replicas.refused,
             messages=dict(self._messages),
@@ -283,8 +285,7 @@ class Node:
         return self._penalties.left_s(holder, self._now) == 0
 
     def _on_timer(self, event: TimerExpired, now: float) -> list[Effect]:
-        effects = self._tokens.tick(now) + self._pulls.tick(now)
-        self._uploads.tick(now)
+        effects = self._tokens.tick(now) + self._pulls.tick(now) + self._uploads.tick(now)
         if self._left:
             return effects
         return effects + self._community.tick(now) + self._shards.tick(now) + self._custody.tick(now)
@@ -292,7 +293,7 @@ class Node:
     def _on_leave(self, event: LeaveRequested, now: float) -> list[Effect]:
         self._left = True
         ended = self._shards.lookups.shutdown() + self._tokens.shutdown(now) + self._pulls.shutdown(now)
-        return ended + self._community.leave()
+        return ended + self._onward.shutdown() + self._community.leave()
 
     def _on_message(self, event: MessageReceived, now: float) -> list[Effect]:
         sender, message = event.sender, event.message
@@ -377,20 +378,13 @@ class Node:
         if peer is None or peer.state is Status.LEFT:
             self._community.exchange.unknown_senders += 1
             return []
+        if not self._uploads.requests.admits(sender, now):
+            return []
         answer = self._uploads.tokens_for(sender, message)
         return [SendMessage(sender, peer.record.control, answer)]
 
     def _on_fetch(self, event: FetchRequested, now: float) -> list[Effect]:
-        refusal = Miss(MissReason.SHUTDOWN) if self._left else self._custody.refusal(event)
-        if refusal is None:
-            return self._pulls.fetch(event, now)
-        missed = tuple(MissedBlock(want.key, refusal) for want in event.wants)
-        dropped = [DropBlock(want.handle) for want in event.wants]
-        return [*dropped, FinishFetch(event.fetch_id, (), missed, 0.0)]
-
-    def _on_cancel_pull(self, sender: NodeId, message: CancelPull, now: float) -> list[Effect]:
-        self._uploads.cancel(sender, message)
-        return []
+        return self._pulls.fetch(event, now, self._custody.refusal(event))
 
     def _on_stray_chunk(self, sender: NodeId, message: Chunk, now: float) -> list[Effect]:
         raise ValueError("a Chunk outside the bulk connection")

@@ -124,7 +124,7 @@ class PeerStats:
             MessageReceived: self._message,
             ChunkReceived: self._chunk,
             BlockVerified: self._adopted,
-            FetchRequested: lambda event, _, now: self._remember(FinishFetch, event.fetch_id, event.holder),
+            FetchRequested: lambda event, _, now: self._remember(FinishFetch, event.fetch_id, event.holders[0]),
             TokensRequested: lambda event, _, now: self._remember(FinishTokens, event.request_id, event.holder),
         }
         self._on_effect: dict[type, Callable[[Any, float], None]] = {

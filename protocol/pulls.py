@@ -1,168 +1,135 @@
 """The puller's side: fetches are answered by pulls, and a block that two fetches want is pulled once.
 
 A *flight* is one block on its way: the fetch that asked first leads it, later ones follow and get the leader's handle
-(each with a reference of its own, see `events.RetainBlock`). If the leader loses it for a reason that does not concern
-a follower (its own deadline or cancellation, or another holder's fault), the followers pull it themselves, and time
-without progress that they already lost counts. A pull is one request to one holder for the blocks that its fetch leads.
+(each with a reference of its own, see `events.RetainBlock`). `flight_table.schedule` finds
+holders for flights and packs them into *pulls*: requests of a piece each, so that a holder that many want can share its time
+between them, and send some to peers that just got the piece (`sources`). What a pull does not bring goes back to waiting,
+with the bytes that came, and the next holder is asked for the rest. If the leader loses a flight for a reason of its own
+(deadline, cancellation, nobody left whom it knows), the next follower leads. Time without progress counts for everybody
+who waited (`flights.LostTime`), and a fetch that has lost what it may lose waits for nobody any more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import random
+from collections import Counter
 
-from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
+from kvcomm_p2p.protocol import racing
+from kvcomm_p2p.protocol.anchors import Miss, MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import (
     BlockVerified,
     ChunkReceived,
-    DropBlock,
     Effect,
     FetchRequested,
-    FoundBlock,
-    MissedBlock,
-    RetainBlock,
+    ResetBlock,
     StoreChunk,
     VerifyBlock,
 )
-from kvcomm_p2p.protocol.flights import (
-    FAILED_AS,
-    OWN_REASONS,
-    Fetch,
-    Flight,
-    FlightKey,
-    Phase,
-    PullState,
-    PullViolation,
-    key_of,
-)
+from kvcomm_p2p.protocol.flight_table import FlightTable
+from kvcomm_p2p.protocol.flights import FAILED_AS, Fetch, Flight, PullState, PullViolation, key_of
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
-    PULL_BLOCKS_MAX,
-    CancelPull,
     PullFailed,
     PullFailedReason,
     SharedBlocks,
 )
+from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
+from kvcomm_p2p.protocol.sources import Sources
 
 
 class Pulls:
-    """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender."""
+    """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender.
 
-    def __init__(self, config: NodeConfig, membership: Membership, penalties: PenaltyBox, sharing: Sharing) -> None:
+    `counts` says how often what happened: "hedged" (a second holder was asked), "hedge_won" (and was first), "resumed"
+    (blocks of which a part was here), "referred" (times that a busy holder named a live peer for a block), "refetched"
+    (blocks whose parts did not fit together).
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        membership: Membership,
+        penalties: PenaltyBox,
+        sharing: Sharing,
+        onward: Onward,
+        rng: random.Random,
+    ) -> None:
         self._config = config
         self._sharing = sharing
-        self._membership = membership
         self._penalties = penalties
-        self._fetches: dict[int, Fetch] = {}
-        self._pulls: dict[int, PullState] = {}
-        self._flights: dict[FlightKey, Flight] = {}
-        self._verifying: dict[BlockHandle, Flight] = {}
-        self._next_pull_id = 1
+        self._rng = rng
+        self._sources = Sources(config, membership, penalties)
+        self._table = FlightTable(config, membership, self._sources, sharing, onward)
         self.received_bytes = 0
         self.unasked_chunks = 0
-        self.misses: dict[MissReason, int] = {}
+        self._is_over = False
 
     def __len__(self) -> int:
-        return len(self._fetches)
+        return len(self._table.fetches)
+
+    @property
+    def misses(self) -> dict[MissReason, int]:
+        """Blocks that were wanted and did not come, by reason."""
+        return self._table.misses
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self._table.counts
 
     @property
     def pulling(self) -> int:
-        return len(self._pulls)
+        """Requests without a whole answer, and fetches that wait until they can make one."""
+        return len(self._table.pulls) + len({flight.leader.event.fetch_id for flight in self._table.waiting.values()})
 
-    def fetch(self, event: FetchRequested, now: float) -> list[Effect]:
-        """Start a fetch. Raises KeyError if its id is in use (our bug)."""
-        if event.fetch_id in self._fetches:
+    # ------------------------------------------------------------------------------------------------ what is asked for
+
+    def fetch(self, event: FetchRequested, now: float, refusal: Miss | None = None) -> list[Effect]:
+        """Start a fetch, unless there is a refusal. Raises KeyError if its id is in use (our bug). After `shutdown` it is a
+        miss at once."""
+        if event.fetch_id in self._table.fetches:
             raise KeyError(f"fetch id {event.fetch_id} is in use")
-        fetch = Fetch(event, now, [None] * len(event.wants), len(event.wants))
-        self._fetches[event.fetch_id] = fetch
+        fetch = Fetch.of(event, now)
+        self._table.fetches[event.fetch_id] = fetch
         if not event.wants:
-            return self._finish(fetch)
-        return self._launch(fetch, list(range(len(event.wants))), now, progress_at=now)
+            return self._table.finish(fetch)
+        refusal = Miss(MissReason.SHUTDOWN) if self._is_over else refusal
+        if refusal is not None:
+            return self._table.refuse(fetch, refusal)
+        for position in _order(event, self._config.pull_piece_bytes, self._rng):
+            want = event.wants[position]
+            flight = self._table.flights.get(key_of(want))
+            if flight is not None:
+                flight.owners.append((fetch, position))
+            else:
+                flight = Flight(key_of(want), want, [(fetch, position)], want.handle)
+                self._table.flights[flight.key] = self._table.waiting[flight.key] = flight
+        return self._table.schedule(now)
 
     def cancel(self, fetch_id: int, now: float) -> list[Effect]:
         """Ignored if the fetch is finished already."""
-        fetch = self._fetches.get(fetch_id)
-        return [] if fetch is None else self._abandon(fetch, Miss(MissReason.CANCELLED), now)
+        fetch = self._table.fetches.get(fetch_id)
+        if fetch is None:
+            return []
+        return self._table.abandon(fetch, Miss(MissReason.CANCELLED), now) + self._table.schedule(now)
 
     def shutdown(self, now: float) -> list[Effect]:
+        self._is_over = True
         effects: list[Effect] = []
-        for fetch in tuple(self._fetches.values()):
-            if fetch.event.fetch_id in self._fetches:
-                effects += self._abandon(fetch, Miss(MissReason.SHUTDOWN), now)
+        for fetch in tuple(self._table.fetches.values()):
+            effects += self._table.abandon(fetch, Miss(MissReason.SHUTDOWN), now)
         return effects
 
-    def _launch(self, fetch: Fetch, positions: list[int], now: float, progress_at: float) -> list[Effect]:
-        """Follow blocks that are in flight; pull the others, or miss them at once if the holder is not to be asked."""
-        holder = fetch.event.holder
-        refusal = self._refusal(holder, now)
-        effects: list[Effect] = []
-        lead: list[int] = []
-        for position in positions:
-            key = key_of(fetch.event.wants[position])
-            flight = self._flights.get(key)
-            if flight is not None:
-                flight.followers.append((fetch, position))
-            elif refusal is not None:
-                effects += self._miss(fetch, position, refusal, 0.0)
-            else:
-                lead.append(position)
-        for first in range(0, len(lead), PULL_BLOCKS_MAX):
-            effects += self._open(fetch, lead[first : first + PULL_BLOCKS_MAX], now, progress_at)
-        return effects
-
-    def _refusal(self, holder: NodeId, now: float) -> Miss | None:
-        peer = self._membership.get(holder)
-        if peer is None or not self._membership.is_alive(holder):
-            return Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.value)
-        left_s = self._penalties.left_s(holder, now)
-        if left_s > 0:
-            return Miss(MissReason.STALLED, f"failed to deliver before; not asked for another {left_s:.1f} s")
-        return None
-
-    def _open(self, fetch: Fetch, positions: list[int], now: float, progress_at: float) -> list[Effect]:
-        peer = self._membership.get(fetch.event.holder)
-        if peer is None:
-            raise KeyError("a pull from an unknown holder")
-        pull = PullState(self._next_pull_id, fetch, peer.node_id, peer.record.bulk, progress_at)
-        pull.shared = self._sharing.asks(peer.node_id, now)
-        self._next_pull_id += 1
-        for position in positions:
-            want = fetch.event.wants[position]
-            key = key_of(want)
-            if key in self._flights:  # named twice by one fetch
-                self._flights[key].followers.append((fetch, position))
-                continue
-            flight = Flight(key, want, pull, position=position)
-            pull.flights.append(flight)
-            self._flights[key] = flight
-        return self._enqueue(pull, now) if pull.flights else []
-
-    def _enqueue(self, pull: PullState, now: float) -> list[Effect]:
-        self._pulls[pull.pull_id] = pull
-        effects = self._start_queued(pull.holder, now)
-        pull.waited = pull.phase is Phase.QUEUED
-        return effects
-
-    def _start_queued(self, holder: NodeId, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        mine = [pull for pull in self._pulls.values() if pull.holder == holder]
-        active = sum(pull.phase is not Phase.QUEUED and pull.waits for pull in mine)
-        for pull in mine:
-            if pull.phase is Phase.QUEUED and active < self._config.pulls_per_peer_max:
-                active += 1
-                if pull.waited:
-                    pull.progress_at = now  # until now it waited for other pulls, which made progress
-                effects.append(pull.ask(self._config.credit_bytes))
-        return effects
+    # ------------------------------------------------------------------------------------------------ what holders send
 
     def chunk(self, event: ChunkReceived, now: float) -> list[Effect]:
         """Bytes arrived. Those nobody asked for are dropped silently (they were on the way when a pull ended)."""
-        pull = self._pulls.get(event.pull_id)
-        if pull is None or pull.phase is not Phase.ACTIVE:
+        pull = self._table.pulls.get(event.pull_id)
+        if pull is None:
             self.unasked_chunks += 1
             return []
         if event.sender != pull.holder:
@@ -171,61 +138,42 @@ class Pulls:
         if flight is None:
             detail = f"chunk at {event.ordinal}:{event.offset}+{event.length} does not continue the pull"
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
-        pull.current = event.ordinal
-        pull.progress_at = now
-        pull.received += event.length
+        effects = self._win(pull, now)
+        pull.arrives(event.ordinal, event.length, now)
         self.received_bytes += event.length
-        flight.received += event.length
         want = flight.want
-        effects: list[Effect] = [StoreChunk(want.handle, event.offset, event.length, want.kv_bytes)]
+        effects.append(StoreChunk(flight.handle, event.offset, event.length, want.kv_bytes))
         if flight.received == want.kv_bytes:
-            flight.arrived = True
-            self._verifying[want.handle] = flight
-            effects.append(VerifyBlock(want.handle, want.digest))
+            flight.arrived, flight.pull = True, None
+            self._table.verifying[flight.handle] = flight
+            effects.append(VerifyBlock(flight.handle, want.digest))
         return effects + self._credit(pull, now)
 
     def shared(self, sender: NodeId, message: SharedBlocks, now: float) -> list[Effect]:
         """Blocks are offered in shared memory. Dropped silently if nobody asked for it, as chunks are."""
-        pull = self._pulls.get(message.pull_id)
-        if pull is None or pull.phase is not Phase.ACTIVE:
+        pull = self._table.pulls.get(message.pull_id)
+        if pull is None:
             return []
         if sender != pull.holder:
             raise ValueError("shared blocks of somebody else's pull")
-        offered = self._sharing.offered(pull, message, now)
+        offered = self._sharing.offered(pull, message)
         if offered is None:
             detail = f"shared blocks from {message.blocks[0].ordinal} on do not continue the pull"
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
-        self._verifying.update((effect.handle, flight) for flight, effect in offered)
-        return [effect for _, effect in offered]
-
-    def _credit(self, pull: PullState, now: float) -> list[Effect]:
-        effects = pull.credit(self._config.credit_bytes)
-        return effects if pull.waits else effects + self._start_queued(pull.holder, now)
-
-    def verified(self, event: BlockVerified, now: float) -> list[Effect]:
-        """The driver compared a block with its digest. Ignored if the pull ended meanwhile."""
-        flight = self._verifying.pop(event.handle, None)
-        if flight is None:
-            return []
-        pull = flight.pull
-        if flight.sharing:
-            self._sharing.read(flight, event.ok, now)
-            self.received_bytes += flight.want.kv_bytes if event.ok else 0
-            effects = self._deliver(flight) if event.ok else []
-            if pull.pull_id in self._pulls:
-                effects += self._credit(pull, now)
-            return effects + self._retire(pull, now)
-        if event.ok:
-            self._penalties.forgive(pull.holder)
-            return self._deliver(flight) + self._retire(pull, now)
-        key = flight.want.key
-        detail = f"block {key.index} of anchor {key.anchor_id[:4].hex()} is not what was announced"
-        raise self._violated(pull, MissReason.DIGEST_MISMATCH, detail, now)
+        effects = self._win(pull, now)
+        pull.progressed(now)
+        pull.current, pull.begun = message.blocks[-1].ordinal, 0
+        for flight, adopt in offered:
+            flight.arrived = flight.sharing = True
+            flight.givers = [pull.holder]
+            self._table.verifying[flight.handle] = flight
+            effects.append(adopt)
+        return effects + self._credit(pull, now)
 
     def failed(self, sender: NodeId, message: PullFailed, now: float) -> list[Effect]:
         """The holder says that a block, or the whole pull, does not come."""
-        pull = self._pulls.get(message.pull_id)
-        if pull is None or pull.phase is not Phase.ACTIVE:
+        pull = self._table.pulls.get(message.pull_id)
+        if pull is None:
             return []
         if sender != pull.holder:
             raise ValueError("failure of somebody else's pull")
@@ -233,166 +181,192 @@ class Pulls:
         if message.ordinal is None:
             if not pull.waits:
                 return []
-            if message.reason is PullFailedReason.BUSY and pull.retries(self._config, message.retry_after_s, now):
-                return []
-            lost_s = now - pull.progress_at if message.reason is PullFailedReason.BUSY else 0.0
-            return self._end([pull], miss, now, lost_s, tell_holder=False)
+            if message.reason is PullFailedReason.BUSY:
+                self._sources.busy(pull.holder, message.retry_after_s, now)
+                for flight in pull.owed:
+                    self._table.counts["referred"] += self._sources.refer(flight, message.referrals)
+            busy = message.reason is PullFailedReason.BUSY
+            return self._table.end(pull, None if busy else miss, tell_holder=False) + self._table.schedule(now)
         if message.ordinal >= len(pull.flights) or pull.flights[message.ordinal].arrived:
             detail = f"block {message.ordinal} failed after it arrived, or was never asked for"
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
-        flight = pull.flights[message.ordinal]
-        if flight.settled:
+        if not pull.owes(message.ordinal):
             return []
-        pull.progress_at = now
-        pull.received -= flight.received
-        again: dict[int, list[int]] = {}
-        effects = self._lose(flight, miss, now, 0.0, again)
-        effects += self._relaunch(again, now, pull.progress_at)
-        if pull.pull_id in self._pulls:
+        effects = [] if pull.hedge else self._win(pull, now)
+        flight = pull.flights[message.ordinal]
+        pull.gives_up(message.ordinal, now)
+        flight.failed_at[pull.holder] = miss
+        if flight.pull is pull:
+            self._table.wait(flight)
+        return effects + self._credit(pull, now) + self._table.schedule(now)
+
+    def verified(self, event: BlockVerified, now: float) -> list[Effect]:
+        """The driver compared a block with its digest. Ignored if nobody wants it any more."""
+        flight = self._table.verifying.pop(event.handle, None)
+        if flight is None:
+            return []
+        if flight.sharing:
+            return self._taken(flight, event.ok, now)
+        if event.ok:
+            for holder in flight.givers:
+                self._penalties.forgive(holder)
+            return self._table.deliver(flight, now)
+        return self._mismatched(flight, now)
+
+    def _taken(self, flight: Flight, ok: bool, now: float) -> list[Effect]:
+        """A block in shared memory was taken, or could not be and is to be sent. Either way its holder may let go of it."""
+        pull, holder = flight.pull, flight.givers[0]
+        flight.sharing, flight.pull = False, None
+        self._sharing.read(holder, ok, now)
+        effects: list[Effect] = []
+        if ok:
+            self._penalties.forgive(holder)
+            effects += self._table.deliver(flight, now)
+        else:
+            flight.begin_again()
+            self._table.wait(flight)
+        if pull is not None:
+            pull.received += flight.want.kv_bytes
+            pull.progressed(now)
             effects += self._credit(pull, now)
-        return effects + self._retire(pull, now)
+        return effects + self._table.schedule(now)
+
+    def _mismatched(self, flight: Flight, now: float) -> list[Effect]:
+        """What came is not what was announced. Bytes of several holders may just not fit together: that is tried once more
+        with one. A single holder lied if the digest was its own word; another may have computed its own copy.
+        """
+        givers, leader = flight.givers, flight.leader
+        flight.begin_again()
+        self._table.wait(flight)
+        if len(givers) > 1:
+            flight.anew = True
+            self._table.counts["refetched"] += 1
+            return [ResetBlock(flight.handle), *self._table.schedule(now)]
+        (holder,) = givers
+        key = flight.want.key
+        detail = f"block {key.index} of anchor {key.anchor_id[:4].hex()} is not what was announced"
+        miss = Miss(MissReason.DIGEST_MISMATCH, detail)
+        flight.failed_at[holder] = leader.refused[holder] = miss
+        effects: list[Effect] = [ResetBlock(flight.handle)]
+        for pull in [pull for pull in self._table.pulls.values() if pull.holder == holder]:
+            if any(owed.leader is leader for owed in pull.owed):
+                effects += self._table.end(pull, miss)
+        if holder != leader.event.holders[0]:
+            return effects + self._table.schedule(now)
+        self._penalties.punish(holder, now)
+        raise PullViolation(holder, detail, effects + self._table.schedule(now))
+
+    # ------------------------------------------------------------------------------------------------------------- time
 
     def next_deadline(self) -> float:
-        deadline = min((fetch.event.deadline for fetch in self._fetches.values()), default=math.inf)
-        for pull in self._pulls.values():
-            deadline = min(deadline, pull.retry_at, pull.stalls_at(self._config))
+        deadline = min((fetch.event.deadline for fetch in self._table.fetches.values()), default=math.inf)
+        for pull in self._table.pulls.values():
+            deadline = min(deadline, pull.stalls_at(self._config), pull.hedges_at(self._config))
+        if self._table.waiting:
+            deadline = min(deadline, *(self._tired_at(flight) for flight in self._table.waiting.values()))
+            deadline = min(deadline, self._sources.retry_at())
         return deadline
 
     def tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for fetch in tuple(self._fetches.values()):
-            if fetch.event.deadline <= now and fetch.event.fetch_id in self._fetches:
-                effects += self._abandon(fetch, Miss(MissReason.DEADLINE), now)
-        for pull in tuple(self._pulls.values()):
-            if pull.pull_id not in self._pulls:
+        for fetch in tuple(self._table.fetches.values()):
+            if fetch.event.deadline <= now:
+                effects += self._table.abandon(fetch, Miss(MissReason.DEADLINE), now)
+        for pull in tuple(self._table.pulls.values()):
+            if pull.pull_id not in self._table.pulls:
                 continue
-            if pull.phase is Phase.BUSY and pull.retry_at <= now:
-                effects.append(pull.ask(self._config.credit_bytes))
-            elif pull.stalls_at(self._config) <= now:
-                lost_s = now - pull.progress_at
-                miss = Miss(MissReason.STALLED, f"nothing came for {lost_s:.3f} s")
-                self._penalties.punish(pull.holder, now)
-                effects += self._end([pull, *self._queued(pull.holder)], miss, now, lost_s)
-        return effects
+            if pull.stalls_at(self._config) <= now:
+                effects += self._stalled(pull, now)
+            elif pull.hedges_at(self._config) <= now:
+                effects += self._hedge(pull, now)
+        effects += self._table.schedule(now)
+        for flight in self._table.waiting.values():
+            if self._tired_at(flight) <= now and flight.hopeless is None:
+                flight.hopeless = Miss(MissReason.BUSY, "every holder serves as many as it can")
+                flight.leader.lose(self._table.waits_since(flight), now)
+        self._sources.forget_retries(now)
+        return effects + self._table.schedule(now)
 
-    def _queued(self, holder: NodeId) -> list[PullState]:
-        return [pull for pull in self._pulls.values() if pull.holder == holder and pull.phase is Phase.QUEUED]
+    def _stalled(self, pull: PullState, now: float) -> list[Effect]:
+        """Nothing came for as long as may be waited; who waits for the same holder lost that time too."""
+        since = pull.progress_at
+        miss = Miss(MissReason.STALLED, f"nothing came for {now - since:.3f} s")
+        if now - since >= self._config.pull_stall_timeout_s / 2:  # otherwise it was not the holder who was impatient
+            self._penalties.punish(pull.holder, now)
+            for flight in self._table.waiting.values():
+                if pull.holder in flight.leader.event.holders:
+                    flight.leader.lose(max(since, flight.leader.progress_at), now)
+                    flight.failed_at[pull.holder] = miss
+        effects = [] if pull.rival is None else self._table.end(pull.rival, miss)
+        return effects + self._table.end(pull, miss, lost=(since, now))
+
+    def _hedge(self, pull: PullState, now: float) -> list[Effect]:
+        """Half of what may be waited is over: ask somebody else too, if there is anybody."""
+        pull.hedged = True
+        owed = pull.owed
+        for holder in self._sources.others(owed[0], pull.holder, now):
+            if self._table.active(holder) < self._config.pulls_per_peer_max:
+                asked = [flight for flight in owed if holder in self._sources.others(flight, pull.holder, now)]
+                later = self._table.open(holder, asked, now)
+                racing.begin(pull, later)
+                self._table.counts["hedged"] += 1
+                return [later.ask(self._config.credit_bytes)]
+        return []
+
+    def _tired_at(self, flight: Flight) -> float:
+        """When a flight that waits for busy holders is given up."""
+        config = self._config
+        patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
+        return self._table.waits_since(flight) + patience_s
 
     def peer_gone(self, peer: NodeId, now: float) -> list[Effect]:
         """The holder left, expired or cannot be reached."""
-        pulls = [pull for pull in self._pulls.values() if pull.holder == peer]
-        since = min((pull.progress_at for pull in pulls if pull.phase is not Phase.QUEUED and pull.waits), default=now)
-        return self._end(pulls, Miss(MissReason.UNREACHABLE), now, now - since, tell_holder=False)
-
-    def _deliver(self, flight: Flight) -> list[Effect]:
-        """A block is here and right: the leader and every follower get one reference to its handle."""
-        flight.settled = True
-        del self._flights[flight.key]
-        handle = flight.want.handle
-        owners = [(flight.pull.fetch, flight.position), *flight.followers]
-        effects: list[Effect] = [RetainBlock(handle) for _ in flight.followers]
-        effects += [DropBlock(fetch.event.wants[position].handle) for fetch, position in flight.followers]
-        for fetch, position in owners:
-            fetch.results[position] = FoundBlock(fetch.event.wants[position].key, handle)
-            fetch.open -= 1
-            if not fetch.open:
-                effects += self._finish(fetch)
-        return effects
-
-    def _lose(self, flight: Flight, miss: Miss, now: float, lost_s: float, again: dict[int, list[int]]) -> list[Effect]:
-        """A block does not come. Followers whom the reason concerns lose it too, the others (fetch id to positions, added
-        to `again`) are to pull it themselves."""
-        flight.settled = True
-        del self._flights[flight.key]
-        self._verifying.pop(flight.want.handle, None)
-        pull = flight.pull
-        effects = self._miss(pull.fetch, flight.position, miss, lost_s)
-        for fetch, position in flight.followers:
-            concerned = miss.reason in (MissReason.STALLED, MissReason.SHUTDOWN) or fetch.event.holder == pull.holder
-            if fetch is pull.fetch or (concerned and miss.reason not in OWN_REASONS):
-                effects += self._miss(fetch, position, miss, min(lost_s, now - fetch.started_at))
-            else:
-                again.setdefault(fetch.event.fetch_id, []).append(position)
-        return effects
-
-    def _relaunch(self, again: dict[int, list[int]], now: float, progress_at: float) -> list[Effect]:
-        """Former followers start now; the time without progress that they saw counts."""
-        starts = (self._launch(self._fetches[fetch_id], places, now, progress_at) for fetch_id, places in again.items())
-        return [effect for effects in starts for effect in effects]
-
-    def _miss(self, fetch: Fetch, position: int, miss: Miss, lost_s: float) -> list[Effect]:
-        want = fetch.event.wants[position]
-        fetch.results[position] = MissedBlock(want.key, miss)
-        fetch.open -= 1
-        fetch.lost_s = max(fetch.lost_s, lost_s)
-        self.misses[miss.reason] = self.misses.get(miss.reason, 0) + 1
-        effects: list[Effect] = [DropBlock(want.handle)]
-        return effects if fetch.open else effects + self._finish(fetch)
-
-    def _end(
-        self, pulls: Iterable[PullState], miss: Miss, now: float, lost_s: float, *, tell_holder: bool = True
-    ) -> list[Effect]:
-        """End pulls of one holder together; what has not been delivered is missed."""
         effects: list[Effect] = []
-        ending = [pull for pull in pulls if self._pulls.pop(pull.pull_id, None) is not None]
-        for pull in ending:
-            if tell_holder and pull.phase is Phase.ACTIVE and (pull.waits or pull.credited != pull.received):
-                effects.append(pull.to_holder(CancelPull(pull.pull_id)))
-        for pull in ending:
-            again: dict[int, list[int]] = {}
-            for flight in pull.flights:
-                if not flight.settled:
-                    effects += self._lose(flight, miss, now, lost_s, again)
-            effects += self._relaunch(again, now, now if all(f.arrived for f in pull.flights) else pull.progress_at)
-        for holder in dict.fromkeys(pull.holder for pull in ending):
-            effects += self._start_queued(holder, now)
+        for pull in [pull for pull in self._table.pulls.values() if pull.holder == peer]:
+            lost = (pull.progress_at, now) if pull.waits else None
+            effects += self._table.end(pull, Miss(MissReason.UNREACHABLE), lost=lost, tell_holder=False)
+        return effects + self._table.schedule(now)
+
+    # ---------------------------------------------------------------------------------------------------------- endings
+
+    def _win(self, pull: PullState, now: float) -> list[Effect]:
+        """A pull shows life: if it races, it has won. A holder that lost after so long a silence is not asked for a while."""
+        loser = pull.rival
+        if loser is None:
+            return []
+        if pull.hedge:
+            self._table.counts["hedge_won"] += 1
+            self._penalties.punish(loser.holder, now)
+        effects, left = racing.win(pull, now)
+        del self._table.pulls[loser.pull_id]
+        for flight in left:
+            self._table.wait(flight)
         return effects
+
+    def _credit(self, pull: PullState, now: float) -> list[Effect]:
+        """Credit what came; a pull of which everything is here is over, and its place at the holder is free."""
+        effects = pull.credit(self._config.credit_bytes)
+        if pull.is_over:
+            effects += self._table.end(pull, None, tell_holder=False)
+        return effects if pull.waits else effects + self._table.schedule(now)
 
     def _violated(self, pull: PullState, reason: MissReason, detail: str, now: float) -> PullViolation:
-        """The holder broke the rules: it is punished, and what it still owes is missed."""
+        """The holder broke the rules: it is punished, and what it still owes is asked of others, or missed."""
         self._penalties.punish(pull.holder, now)
-        effects = self._end([pull, *self._queued(pull.holder)], Miss(reason, detail), now, 0.0)
+        effects = self._table.end(pull, Miss(reason, detail)) + self._table.schedule(now)
         return PullViolation(pull.holder, detail, effects)
 
-    def _abandon(self, fetch: Fetch, miss: Miss, now: float) -> list[Effect]:
-        """Finish a fetch now: what it follows it lets go, what it leads ends."""
-        effects: list[Effect] = []
-        for flight in tuple(self._flights.values()):
-            if flight.pull.fetch is fetch:
-                continue
-            mine = [position for follower, position in flight.followers if follower is fetch]
-            if mine:
-                flight.followers = [item for item in flight.followers if item[0] is not fetch]
-                lost_s = self._lost_s(flight.pull, miss, max(flight.pull.progress_at, fetch.started_at), now)
-                for position in mine:
-                    effects += self._miss(fetch, position, miss, lost_s)
-        for pull in tuple(self._pulls.values()):
-            if pull.fetch is fetch:
-                effects += self._end([pull], miss, now, self._lost_s(pull, miss, pull.progress_at, now))
-        return effects
 
-    def _lost_s(self, pull: PullState, miss: Miss, since: float, now: float) -> float:
-        """A caller that stops waiting lost nothing; one whose deadline passes lost the time that its holder let pass."""
-        if miss.reason is not MissReason.DEADLINE or all(flight.arrived for flight in pull.flights):
-            return 0.0
-        if pull.phase is Phase.QUEUED:
-            mine = [other.progress_at for other in self._pulls.values() if other.holder == pull.holder]
-            since = max([since, *mine])
-        return now - since
-
-    def _retire(self, pull: PullState, now: float) -> list[Effect]:
-        """Forget a pull of which everything is decided; what could not be taken from shared memory is pulled again."""
-        if pull.pull_id not in self._pulls or not all(flight.settled or flight.again for flight in pull.flights):
-            return []
-        del self._pulls[pull.pull_id]
-        leftover = pull.credited != pull.received and pull.phase is Phase.ACTIVE
-        effects: list[Effect] = [pull.to_holder(CancelPull(pull.pull_id))] if leftover else []
-        retry = self._sharing.sent_instead(pull, self._next_pull_id, now)
-        if retry is not None:
-            self._next_pull_id += 1
-            effects += self._enqueue(retry, now)
-        return effects + self._start_queued(pull.holder, now)
-
-    def _finish(self, fetch: Fetch) -> list[Effect]:
-        del self._fetches[fetch.event.fetch_id]
-        return [fetch.answer()]
+def _order(event: FetchRequested, piece_bytes: int, rng: random.Random) -> list[int]:
+    """Positions in pieces as large as a request, the pieces in random order: of several that fetch the same at the
+    same time, each soon has something that another lacks."""
+    pieces: list[list[int]] = []
+    room = 0
+    for position, want in enumerate(event.wants):
+        if not pieces or want.kv_bytes > room:
+            pieces.append([])
+            room = piece_bytes
+        pieces[-1].append(position)
+        room -= want.kv_bytes
+    rng.shuffle(pieces)
+    return [position for piece in pieces for position in piece]

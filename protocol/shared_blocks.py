@@ -45,43 +45,28 @@ class Sharing:
         """A peer is not remembered any more."""
         self._distrusted.forgive(peer)
 
-    def offered(self, pull: PullState, message: SharedBlocks, now: float) -> list[tuple[Flight, AdoptShared]] | None:
-        """The holder offers blocks: what to do about each, None if it offers what it may not."""
-        taken: list[tuple[Flight, AdoptShared]] = []
+    def offered(self, pull: PullState, message: SharedBlocks) -> list[tuple[Flight, AdoptShared]] | None:
+        """The holder offers blocks: what to do about each, None if it offers what it may not. Changes nothing."""
+        offers: list[tuple[Flight, AdoptShared]] = []
+        last = -1
         for block in message.blocks:
-            flight = pull.expects(block.ordinal, 0, block.length) if pull.shared else None
+            ascends = block.ordinal > last
+            flight = pull.expects(block.ordinal, 0, block.length) if pull.shared and ascends else None
             if flight is None or block.length != flight.want.kv_bytes:
                 return None
-            pull.current = block.ordinal
-            flight.arrived = flight.sharing = True
-            want = flight.want
-            taken.append((flight, AdoptShared(want.handle, want.kv_bytes, want.digest, message.pid, block)))
-        pull.progress_at = now
-        return taken
+            last = block.ordinal
+            adopt = AdoptShared(flight.handle, flight.want.kv_bytes, flight.want.digest, message.pid, block)
+            offers.append((flight, adopt))
+        return offers
 
-    def read(self, flight: Flight, ok: bool, now: float) -> None:
-        """An offered block was taken, or could not be. Either way the holder may let go of it."""
-        pull = flight.pull
-        pull.progress_at = now
-        pull.received += flight.want.kv_bytes
-        flight.sharing = False
+    def read(self, holder: NodeId, ok: bool, now: float) -> None:
+        """A block that a holder offered was taken, or could not be."""
         if ok:
             self.taken += 1
-            self._distrusted.forgive(pull.holder)
+            self._distrusted.forgive(holder)
         else:
             self.failed += 1
-            flight.again = True
-            self._distrusted.punish(pull.holder, now)
-
-    def sent_instead(self, pull: PullState, pull_id: int, now: float) -> PullState | None:
-        """A pull, not yet asked for, of what `pull` (all of it decided) could not take; None if it took everything."""
-        again = [flight for flight in pull.flights if flight.again and not flight.settled]
-        if not again:
-            return None
-        retry = PullState(pull_id, pull.fetch, pull.holder, pull.bulk, now, flights=again)
-        for flight in again:
-            flight.pull, flight.arrived, flight.again, flight.received = retry, False, False, 0
-        return retry
+            self._distrusted.punish(holder, now)
 
 
 def _shares(record: MemberRecord) -> bool:

@@ -48,7 +48,7 @@ class PeerView:
 @dataclass(frozen=True, slots=True)
 class NodeStats:
     """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason.
-    `invalidated`: own anchors that were evicted, forgotten or replaced. `sync_counts`, `sync_sum_s`: see
+    `throttled`: requests of peers that were too many; `pull_counts`: see `Pulls`. `invalidated`: own anchors that were evicted, forgotten or replaced. `sync_counts`, `sync_sum_s`: see
     `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly; `stalls`: how often we came late to our
     own timers; `local_trouble`: 0 (well) to 7, how much more patient that makes us now."""
 
@@ -71,6 +71,8 @@ class NodeStats:
     messages: Mapping[str, int]
     misses: Mapping[str, int]
     invalidated: int = 0
+    throttled: int = 0
+    pull_counts: Mapping[str, int] = field(default_factory=dict)
     sync_counts: tuple[int, ...] = ()
     sync_sum_s: float = 0.0
     failed_probes: int = 0

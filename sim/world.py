@@ -118,6 +118,7 @@ class World:
             ev.SendMessage: self._send,
             ev.SendBlock: self._send_block,
             ev.StoreChunk: self._store,
+            ev.ResetBlock: lambda machine, effect: None,
             ev.VerifyBlock: self._verify,
             ev.DropBlock: lambda machine, effect: self.release(machine, effect.handle),
             ev.RetainBlock: self._retain,

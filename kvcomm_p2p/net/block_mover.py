@@ -86,7 +86,7 @@ class BlockMover:
             self._offer(effect, place)
             return
         self.flush()
-        for offset in range(0, effect.kv_bytes, CHUNK_BYTES_MAX):
+        for offset in range(effect.offset, effect.kv_bytes, CHUNK_BYTES_MAX):
             payload = view[offset : min(offset + CHUNK_BYTES_MAX, effect.kv_bytes)]
             header = Chunk(effect.pull_id, effect.ordinal, offset, payload.nbytes)
             if not self._send_chunk(effect.to, header, payload):

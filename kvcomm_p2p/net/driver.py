@@ -238,9 +238,13 @@ class Driver:
         blocks: Sequence[tuple[BlockKey, int, bytes]],
         deadline_s: float,
         stall_s: float = math.inf,
+        *,
+        others: Sequence[NodeId] = (),
+        busy_s: float = math.inf,
+        anchors: Sequence[AnchorMeta] = (),
     ) -> FetchResult:
-        """Loop. Pull blocks, given as (key, kv_bytes, SHA-256), in this order. Cancelling the awaiting task cancels
-        the pull; `stall_s` as in FetchRequested.
+        """Loop. Pull blocks, given as (key, kv_bytes, SHA-256 as `holder` states it). Cancelling the awaiting task cancels
+        the pull. `others`: who else may have them, best first; `stall_s`, `busy_s`, `anchors` as in FetchRequested.
 
         Raises ValueError if a key comes twice or a size is not positive.
         """
@@ -252,7 +256,11 @@ class Driver:
         fetch_id = self._take_id()
         future: asyncio.Future[FetchResult] = self._loop.create_future()
         self._fetches[fetch_id] = (future, wants)
-        self._interpreter.handle(FetchRequested(fetch_id, holder, wants, self._loop.time() + deadline_s, stall_s))
+        holders = (holder, *others)
+        deadline = self._loop.time() + deadline_s
+        self._interpreter.handle(
+            FetchRequested(fetch_id, holders, wants, deadline, stall_s, busy_s, tuple(anchors))
+        )
         try:
             return await future
         except asyncio.CancelledError:

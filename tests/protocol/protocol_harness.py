@@ -161,9 +161,11 @@ class Network:
         self.handle(node_id, ev.AnchorsPublished(whole))
 
     def fetch(
-        self, node_id: NodeId, fetch_id: int, holder: NodeId, anchor: AnchorMeta, deadline_s: float = 5.0
+        self, node_id: NodeId, fetch_id: int, holder: NodeId, anchor: AnchorMeta, deadline_s: float = 5.0, **more: Any
     ) -> None:
-        event = ev.FetchRequested(fetch_id, holder, wants(anchor), self.now + deadline_s)
+        """`more`: `others` (holders) and further fields of FetchRequested."""
+        holders = (holder, *more.pop("others", ()))
+        event = ev.FetchRequested(fetch_id, holders, wants(anchor), self.now + deadline_s, **more)
         for want in event.wants:
             self.references[node_id][want.handle] = 1
         self.handle(node_id, event)
@@ -210,6 +212,8 @@ class Network:
         elif isinstance(effect, ev.StoreChunk):
             block = self.stores[me].setdefault(effect.handle, bytearray(effect.kv_bytes))
             block[effect.offset : effect.offset + effect.length] = self._payload
+        elif isinstance(effect, ev.ResetBlock):
+            del self.stores[me][effect.handle]
         elif isinstance(effect, ev.VerifyBlock):
             ok = hashlib.sha256(self.stores[me][effect.handle]).digest() == effect.digest
             self._post(0.0001, me, lambda: ev.BlockVerified(effect.handle, ok))
@@ -240,7 +244,7 @@ class Network:
             self._post(0.0, me, lambda: ev.BlockUnavailable(effect.to, effect.pull_id, effect.ordinal))
             return
         payload = self.spoil(me, bytes(block))
-        for offset in range(0, len(payload), self.chunk_bytes):
+        for offset in range(effect.offset, len(payload), self.chunk_bytes):
             piece = payload[offset : offset + self.chunk_bytes]
             header = Chunk(effect.pull_id, effect.ordinal, offset, len(piece))
             for delay_s in self.fault(me, effect.to, header):

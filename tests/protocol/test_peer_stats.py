@@ -134,7 +134,7 @@ def test_strangers_are_not_counted_and_the_table_is_bounded() -> None:
     assert stats.get(record(1).node_id).violations == 0
     assert stats.get(record(2 * PEERS_COUNTED_MAX - 1).node_id).violations == 1
     for fetch_id in range(10_000):  # questions that are never answered
-        stats.observe(ev.FetchRequested(fetch_id, record(1).node_id, wants(meta("x")), 1.0), [], 0.0)
+        stats.observe(ev.FetchRequested(fetch_id, (record(1).node_id,), wants(meta("x")), 1.0), [], 0.0)
     assert len(stats._holders) <= 4096
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
-from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
@@ -16,6 +16,7 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, Miss, MissReason, 
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.node import Node
+from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
 
 PEER, OTHER = record(1), record(2)
 DOC = meta("doc")
@@ -33,9 +34,14 @@ def puller(config: NodeConfig | None = None) -> Node:
 
 
 def request(
-    fetch_id: int = 1, *, holder: NodeId = PEER.node_id, deadline: float = 5.0, anchor: AnchorMeta = DOC
+    fetch_id: int = 1,
+    *,
+    holder: NodeId = PEER.node_id,
+    others: tuple[NodeId, ...] = (),
+    deadline: float = 5.0,
+    anchor: AnchorMeta = DOC,
 ) -> ev.FetchRequested:
-    return ev.FetchRequested(fetch_id, holder, wants(anchor), deadline)
+    return ev.FetchRequested(fetch_id, (holder, *others), wants(anchor), deadline)
 
 
 def pull_ids(effects: list[ev.Effect]) -> list[int]:
@@ -116,7 +122,7 @@ def test_penalties_double_and_end_with_a_delivery() -> None:
         assert {peer.name: peer.penalty_s for peer in node.peers()}["node1"] == pytest.approx(penalty_s)
         now += penalty_s + 0.01
         node.handle(
-            ev.MessageReceived(PEER.node_id, m.SynAck((m.DigestEntry(PEER.node_id, 1, int(now * 100), 0, 0),))), now
+            ev.MessageReceived(PEER.node_id, m.Syn((m.DigestEntry(PEER.node_id, 1, int(now * 100), 0, 0),))), now
         )
     fetch = request(4, deadline=now + 9)
     (pull_id,) = pull_ids(node.handle(fetch, now))
@@ -183,11 +189,30 @@ def test_busy_is_asked_again_while_there_is_time() -> None:
     node.handle(request(), 1.0)
     busy = ev.MessageReceived(PEER.node_id, m.PullFailed(1, None, m.PullFailedReason.BUSY, 0.05))
     assert node.handle(busy, 1.01) == []
-    assert pull_ids(node.handle(ev.TimerExpired(), 1.06)) == [1]
-    node.handle(busy, 1.07)
-    assert pull_ids(node.handle(ev.TimerExpired(), 1.12)) == [1]
-    (finish,) = of(node.handle(busy, 1.18), ev.FinishFetch)
-    assert reasons(finish) == [MissReason.BUSY] * 2 and finish.wait_lost_s == pytest.approx(0.18)
+    (again,) = pull_ids(node.handle(ev.TimerExpired(), 1.06))
+    assert (
+        node.handle(ev.MessageReceived(PEER.node_id, m.PullFailed(again, None, m.PullFailedReason.BUSY, 0.05)), 1.07)
+        == []
+    )
+    assert len(pull_ids(node.handle(ev.TimerExpired(), 1.12))) == 1
+
+
+def test_a_busy_holder_is_given_up_when_waiting_costs_more_than_it_brings() -> None:
+    node = puller()
+    node.handle(replace(request(), busy_s=0.5), 1.0)
+    now, pull_id = 1.0, 1
+    while True:
+        busy = ev.MessageReceived(PEER.node_id, m.PullFailed(pull_id, None, m.PullFailedReason.BUSY, 0.04))
+        node.handle(busy, now + 0.001)
+        now = node.next_deadline()
+        effects = node.handle(ev.TimerExpired(), now)
+        if of(effects, ev.FinishFetch):
+            break
+        (pull_id,) = pull_ids(effects) or [pull_id]
+    (finish,) = of(effects, ev.FinishFetch)
+    assert reasons(finish) == [MissReason.BUSY] * 2 and now == pytest.approx(1.5, abs=0.05)
+    assert finish.wait_lost_s == pytest.approx(now - 1.0)
+    assert {peer.penalty_s for peer in node.peers()} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -266,35 +291,52 @@ def test_blocks_with_different_digests_are_not_shared() -> None:
     node, fetch = puller(), request(1)
     node.handle(fetch, 1.0)
     forged = tuple(ev.Want(w.key, w.kv_bytes, b"x" * 32, new_handle()) for w in fetch.wants)
-    assert len(pull_ids(node.handle(ev.FetchRequested(2, OTHER.node_id, forged, 5.0), 1.0))) == 1
+    assert len(pull_ids(node.handle(ev.FetchRequested(2, (OTHER.node_id,), forged, 5.0), 1.0))) == 1
 
 
-def test_when_the_leader_cancels_the_follower_pulls_itself() -> None:
+def test_when_the_leader_cancels_its_pull_goes_on_for_the_follower() -> None:
     node = puller()
     node.handle(request(1), 1.0)
     node.handle(request(2, holder=OTHER.node_id), 1.01)
     effects = node.handle(ev.FetchCancelled(1), 1.05)
     assert [answer.fetch_id for answer in of(effects, ev.FinishFetch)] == [1]
-    pulls = [e for e in of(effects, ev.SendMessage) if isinstance(e.message, m.Pull)]
-    assert [pull.to for pull in pulls] == [OTHER.node_id]
+    assert not of(effects, ev.SendMessage) and len(of(effects, ev.DropBlock)) == 2
+    (stored,) = of(node.handle(chunk(1, 0), 1.06), ev.StoreChunk)
+    assert stored.handle not in {drop.handle for drop in of(effects, ev.DropBlock)}
+
+
+def test_what_is_no_longer_wanted_ends_its_pull_and_followers_pull_the_rest_from_where_it_stopped() -> None:
+    node, two = puller(), meta("two")
+    both = (*wants(DOC), *wants(two))
+    node.handle(ev.FetchRequested(1, (PEER.node_id,), both, 5.0), 1.0)
+    node.handle(request(2), 1.01)
+    node.handle(chunk(1, 0, 0, 100), 1.02)
+    effects = node.handle(ev.FetchCancelled(1), 1.03)
+    assert sent(effects, m.CancelPull) == [m.CancelPull(1)]
+    (again,) = sent(effects, m.Pull)
+    assert again.blocks == (m.PullBlock(DOC.anchor_id, 0, BLOCK, 100), m.PullBlock(DOC.anchor_id, 1, BLOCK))
+    assert node.stats().pull_counts["resumed"] == 1
 
 
 def test_a_follower_loses_no_more_than_one_stall() -> None:
     node = puller()
     node.handle(request(1, deadline=1.15), 1.0)
     node.handle(request(2), 1.0)
-    effects = node.handle(ev.TimerExpired(), 1.15)
-    assert len(pull_ids(effects)) == 1
+    (first,) = of(node.handle(ev.TimerExpired(), 1.15), ev.FinishFetch)
+    assert first.wait_lost_s == pytest.approx(0.15)
     (finish,) = of(node.handle(ev.TimerExpired(), 1.2), ev.FinishFetch)
     assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(0.2)
 
 
-def test_followers_stall_with_their_leader() -> None:
+def test_a_follower_has_its_own_patience_and_its_own_holder() -> None:
     node = puller()
     node.handle(request(1), 1.0)
     node.handle(request(2, holder=OTHER.node_id), 1.1)
-    answers = of(node.handle(ev.TimerExpired(), 1.2), ev.FinishFetch)
-    assert [answer.wait_lost_s for answer in answers] == [pytest.approx(0.2), pytest.approx(0.1)]
+    effects = node.handle(ev.TimerExpired(), 1.2)
+    assert [answer.wait_lost_s for answer in of(effects, ev.FinishFetch)] == [pytest.approx(0.2)]
+    assert [e.to for e in of(effects, ev.SendMessage) if isinstance(e.message, m.Pull)] == [OTHER.node_id]
+    (finish,) = of(node.handle(ev.TimerExpired(), 1.3), ev.FinishFetch)
+    assert finish.fetch_id == 2 and finish.wait_lost_s == pytest.approx(0.2)
 
 
 def test_pulls_of_one_holder_wait_their_turn_and_stall_together() -> None:
@@ -318,7 +360,7 @@ def test_a_queued_pull_starts_when_another_has_all_its_bytes() -> None:
 
 def test_empty_fetch_and_reused_id() -> None:
     node = puller()
-    assert node.handle(ev.FetchRequested(1, PEER.node_id, (), 5.0), 1.0) == [ev.FinishFetch(1, (), (), 0.0)]
+    assert node.handle(ev.FetchRequested(1, (PEER.node_id,), (), 5.0), 1.0) == [ev.FinishFetch(1, (), (), 0.0)]
     node.handle(request(1), 1.0)
     with pytest.raises(KeyError):
         node.handle(request(1), 1.0)
@@ -558,7 +600,7 @@ def test_a_holder_frozen_in_the_middle_costs_one_stall() -> None:
     network.fetch(ids[1], 1, ids[0], long)
     network.run(0.03)
     network.fault = lambda source, target, message: []
-    network._queue = [item for item in network._queue if item[2] != ids[1]]
+    network._queue = [item for item in network._queue if not isinstance(item[3], partial)]  # chunks on their way
     network.frozen.add(ids[0])
     network.run(1.0)
     (finish,) = network.take(ids[1], ev.FinishFetch)
@@ -584,7 +626,7 @@ def test_duplicate_wants_in_one_fetch() -> None:
     twice = (*wants(DOC), *wants(DOC))
     for want in twice:
         network.references[ids[1]][want.handle] = 1
-    network.handle(ids[1], ev.FetchRequested(1, ids[0], twice, network.now + 1.0))
+    network.handle(ids[1], ev.FetchRequested(1, (ids[0],), twice, network.now + 1.0))
     network.run(1.0)
     (finish,) = network.take(ids[1], ev.FinishFetch)
     assert [block.key for block in finish.found] == [want.key for want in twice]

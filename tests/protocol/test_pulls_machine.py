@@ -8,13 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from protocol_harness import make_node, meta, record, wants
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import BlockHandle
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from protocol_harness import make_node, meta, record, wants
 
 PEERS = [record(1), record(2)]
 ANCHORS = [meta(label) for label in range(3)]
@@ -78,7 +78,7 @@ class PullMachine(RuleBasedStateMachine):
     @rule(anchors=st.sets(st.integers(0, 2), min_size=1), peer=st.integers(0, 1), deadline_s=st.floats(0.0, 0.6))
     def fetch(self, anchors: set[int], peer: int, deadline_s: float) -> None:
         wanted = tuple(want for index in sorted(anchors) for want in wants(ANCHORS[index]))
-        event = ev.FetchRequested(self.next_fetch, PEERS[peer].node_id, wanted, self.now + deadline_s)
+        event = ev.FetchRequested(self.next_fetch, (PEERS[peer].node_id,), wanted, self.now + deadline_s)
         self.next_fetch += 1
         for want in wanted:
             self.references[want.handle] = 1
@@ -136,7 +136,7 @@ class PullMachine(RuleBasedStateMachine):
         if back:
             self.heartbeat += 1
             entry = m.DigestEntry(PEERS[peer].node_id, 1, self.heartbeat, 0, 0)
-            self.do(ev.MessageReceived(PEERS[peer].node_id, m.SynAck((entry,))))
+            self.do(ev.MessageReceived(PEERS[peer].node_id, m.Syn((entry,))))
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.11, 0.3]))
     def time_passes(self, seconds: float) -> None:
@@ -169,7 +169,8 @@ class PullMachine(RuleBasedStateMachine):
             self.time_passes(1.0)
         assert not self.open
         assert not any(self.references.values()), "a handle has no owner"
-        assert not self.node._pulls._flights and not self.node._pulls._verifying
+        table = self.node._pulls._table
+        assert not (table.flights or table.verifying or table.waiting or table.pulls)
 
 
 PullMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

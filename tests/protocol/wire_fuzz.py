@@ -208,7 +208,7 @@ class Victim:
             self._handle(ev.AnchorsPublished((held(anchor),)))
         digest = hashlib.sha256(b"").digest()
         wants = tuple(ev.Want(BlockKey(ANCHOR, index), 256, digest, new_handle()) for index in range(2))
-        self._handle(ev.FetchRequested(self._ids, MEMBER.node_id, wants, self.now + 0.5))
+        self._handle(ev.FetchRequested(self._ids, (MEMBER.node_id,), wants, self.now + 0.5))
         self._handle(ev.TokensRequested(self._ids, MEMBER.node_id, anchor, self.now + 0.5))
         self._handle(ev.JoinRequested((MEMBER.control,), self.now + 1.0))
 

@@ -1,0 +1,215 @@
+"""What is on its way: fetches, their flights, and the pulls that bring them; who gets a block, and who does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvcomm_p2p.protocol import racing
+from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.events import DropBlock, Effect, FoundBlock, MissedBlock, RetainBlock
+from kvcomm_p2p.protocol.flights import Fetch, Flight, FlightKey, PullState
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.membership import Membership
+from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, CancelPull
+from kvcomm_p2p.protocol.onward import Onward
+from kvcomm_p2p.protocol.shared_blocks import Sharing
+from kvcomm_p2p.protocol.sources import Sources
+
+
+class FlightTable:
+    """Every flight is carried by a pull, or in `waiting`, or arrived (and then in `verifying`). Methods return effects.
+
+    Reading the tables is everybody's; what moves a flight from one to another is here, except that `Pulls` marks what
+    arrived."""
+
+    def __init__(
+        self, config: NodeConfig, membership: Membership, sources: Sources, sharing: Sharing, onward: Onward
+    ) -> None:
+        self._config = config
+        self._membership = membership
+        self._sources = sources
+        self._sharing = sharing
+        self._onward = onward
+        self._next_pull_id = 1
+        self.fetches: dict[int, Fetch] = {}
+        self.pulls: dict[int, PullState] = {}
+        self.flights: dict[FlightKey, Flight] = {}
+        self.waiting: dict[FlightKey, Flight] = {}
+        self.verifying: dict[BlockHandle, Flight] = {}
+        self.misses: dict[MissReason, int] = {}
+        self.counts: Counter[str] = Counter()
+
+    def active(self, holder: NodeId) -> int:
+        """Own pulls that wait for something of this holder."""
+        return sum(pull.holder == holder and pull.waits for pull in self.pulls.values())
+
+    def schedule(self, now: float) -> list[Effect]:
+        """Ask for what waits, as far as holders and the limit per holder allow; miss what nobody can be asked for."""
+        effects: list[Effect] = []
+        open_pulls: dict[tuple[NodeId, int], tuple[PullState, int]] = {}
+        free: dict[NodeId, int] = {}
+        fresh: list[PullState] = []
+        for flight in tuple(self.waiting.values()):
+            choice = self._sources.choose(flight, now)
+            while choice.miss is not None and flight.key in self.waiting:
+                effects += self._lose_leader(flight, choice.miss)
+                if flight.owners:
+                    choice = self._sources.choose(flight, now)
+            for holder in choice.holders:
+                slot = holder, flight.leader.event.fetch_id
+                pull, room = open_pulls.get(slot, (None, 0))
+                if pull is None or room < flight.want.kv_bytes or len(pull.flights) == PULL_BLOCKS_MAX:
+                    if holder not in free:
+                        free[holder] = self._config.pulls_per_peer_max - self.active(holder)
+                    if free[holder] <= 0:
+                        continue
+                    free[holder] -= 1
+                    pull, room = self.open(holder, [], now), self._config.pull_piece_bytes
+                    fresh.append(pull)
+                open_pulls[slot] = pull, room - flight.want.kv_bytes
+                pull.flights.append(flight)
+                flight.pull = pull
+                del self.waiting[flight.key]
+                break
+        for pull in fresh:
+            self.counts["resumed"] += sum(flight.received > 0 for flight in pull.flights)
+            effects.append(pull.ask(self._config.credit_bytes))
+        return effects
+
+    def open(self, holder: NodeId, flights: list[Flight], now: float) -> PullState:
+        """A new pull, not asked for yet. Raises KeyError for an unknown holder."""
+        peer = self._membership.get(holder)
+        if peer is None:
+            raise KeyError("a pull from an unknown holder")
+        shared = self._sharing.asks(holder, now)
+        pull = PullState(self._next_pull_id, holder, peer.record.bulk, flights, now, shared)
+        self._next_pull_id += 1
+        self.pulls[pull.pull_id] = pull
+        return pull
+
+    def wait(self, flight: Flight) -> None:
+        """Nobody brings this flight now."""
+        flight.pull = None
+        if not flight.owners:
+            return
+        if flight.anew and flight.received:
+            # Begun again with one holder, which failed: what is here may not be mixed with another's.
+            flight.hopeless = next(reversed(flight.failed_at.values()), Miss(MissReason.DIGEST_MISMATCH))
+        self.waiting[flight.key] = flight
+
+    def end(
+        self,
+        pull: PullState,
+        miss: Miss | None,
+        *,
+        lost: tuple[float, float] | None = None,
+        tell_holder: bool = True,
+    ) -> list[Effect]:
+        """A pull is over. What it still owed goes on with its rival, or waits; `miss`: its holder is not asked for that
+        again. `lost`: the time that everybody who waited for it lost."""
+        del self.pulls[pull.pull_id]
+        effects: list[Effect] = [pull.to_holder(CancelPull(pull.pull_id))] if tell_holder else []
+        owed = pull.owed
+        if miss is not None:
+            for flight in owed:
+                flight.failed_at[pull.holder] = miss
+        if pull.rival is not None:
+            racing.leave(pull)
+        for flight in pull.flights:
+            if flight.pull is not pull:
+                continue
+            if flight.arrived:  # it stands in shared memory and is being taken
+                flight.pull = None
+                continue
+            self.wait(flight)
+            if lost is not None:
+                for fetch, _ in flight.owners:
+                    fetch.lose(*lost)
+        return effects
+
+    def deliver(self, flight: Flight, now: float) -> list[Effect]:
+        """A block is here and right: the leader and every follower get one reference to its handle."""
+        del self.flights[flight.key]
+        want = flight.want
+        effects: list[Effect] = [RetainBlock(flight.handle) for _ in flight.owners[1:]]
+        effects += [DropBlock(fetch.event.wants[position].handle) for fetch, position in flight.owners[1:]]
+        for fetch, _ in flight.owners:
+            meta = fetch.anchors.get(want.key.anchor_id)
+            if meta is not None:
+                effects += self._onward.keep(meta, want.key.index, flight.handle, want.kv_bytes, now)
+        for fetch, position in flight.owners:
+            fetch.results[position] = FoundBlock(fetch.event.wants[position].key, flight.handle)
+            fetch.open -= 1
+            if not fetch.open:
+                effects += self.finish(fetch)
+        return effects
+
+    def _lose_leader(self, flight: Flight, miss: Miss) -> list[Effect]:
+        """The leader does not get this block; the next owner leads, without what concerned only the one before it."""
+        fetch, position = flight.owners[0]
+        effects = self._disown(flight, fetch, position, miss)
+        if flight.owners and flight.hopeless is not None and flight.hopeless.reason is MissReason.BUSY:
+            flight.hopeless = None
+        return effects
+
+    def _disown(self, flight: Flight, fetch: Fetch, position: int, miss: Miss) -> list[Effect]:
+        """One owner less. The handle that is being filled stays with the flight while anybody wants it."""
+        was_first = flight.owners[0] == (fetch, position)
+        flight.owners.remove((fetch, position))
+        want = fetch.event.wants[position]
+        spare = want.handle
+        if was_first and flight.owners:
+            next_fetch, next_position = flight.owners[0]
+            spare = next_fetch.event.wants[next_position].handle
+        elif not flight.owners:
+            spare = flight.handle
+            self.waiting.pop(flight.key, None)
+            self.verifying.pop(flight.handle, None)
+            del self.flights[flight.key]
+        fetch.results[position] = MissedBlock(want.key, miss)
+        fetch.open -= 1
+        self.misses[miss.reason] = self.misses.get(miss.reason, 0) + 1
+        effects: list[Effect] = [DropBlock(spare)]
+        return effects if fetch.open else effects + self.finish(fetch)
+
+    def abandon(self, fetch: Fetch, miss: Miss, now: float) -> list[Effect]:
+        """Finish a fetch now. A pull that brings something nobody wants any more ends; others pull the rest of it anew."""
+        mine = [
+            (flight, position)
+            for flight in self.flights.values()
+            for owner, position in flight.owners
+            if owner is fetch
+        ]
+        coming = [flight for flight, _ in mine if not flight.arrived]
+        if miss.reason is MissReason.DEADLINE and coming:
+            since = [flight.pull.progress_at for flight in coming if flight.pull is not None]
+            since += [self.waits_since(flight) for flight in coming if flight.pull is None]
+            fetch.lose(max(fetch.progress_at, *since), now)
+        effects: list[Effect] = []
+        for flight, position in mine:
+            effects += self._disown(flight, fetch, position, miss)
+        for pull in tuple(self.pulls.values()):
+            if pull.pull_id in self.pulls and any(flight.pull is pull and not flight.owners for flight in pull.flights):
+                if pull.rival is not None:
+                    effects += self.end(pull.rival, None)
+                effects += self.end(pull, None)
+        return effects
+
+    def refuse(self, fetch: Fetch, miss: Miss) -> list[Effect]:
+        """Finish a fetch that has no flights."""
+        fetch.results = [MissedBlock(want.key, miss) for want in fetch.event.wants]
+        return [*(DropBlock(want.handle) for want in fetch.event.wants), *self.finish(fetch)]
+
+    def finish(self, fetch: Fetch) -> list[Effect]:
+        """The answer to a fetch of which everything is decided."""
+        del self.fetches[fetch.event.fetch_id]
+        return [fetch.answer()]
+
+    def waits_since(self, flight: Flight) -> float:
+        """When anything last came from where a waiting flight may come from, or to its fetch."""
+        leader = flight.leader
+        came = [
+            pull.progress_at for pull in self.pulls.values() if pull.received and pull.holder in leader.event.holders
+        ]
+        return max(leader.progress_at, *came, leader.started_at)

@@ -1,0 +1,113 @@
+"""Whom to ask for a block: the holders that the fetch names, best first, and peers that a busy holder referred to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvcomm_p2p.protocol.anchors import Miss, MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.flights import ROUNDING_S, Flight
+from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.membership import Membership
+from kvcomm_p2p.protocol.penalties import PenaltyBox
+
+BUSY_RETRY_MIN_S = 0.005
+"""Whatever a busy holder advises, it is not asked again sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who may be asked for a block now, best first (nobody yet: all are busy); `miss`: why there is nobody, now or later."""
+
+    holders: tuple[NodeId, ...]
+    miss: Miss | None = None
+
+
+class Sources:
+    """Knows which holders said that they are busy, for all fetches together."""
+
+    def __init__(self, config: NodeConfig, membership: Membership, penalties: PenaltyBox) -> None:
+        self._config = config
+        self._membership = membership
+        self._penalties = penalties
+        self._busy_until: dict[NodeId, float] = {}
+
+    def choose(self, flight: Flight, now: float) -> Choice:
+        """Who is next for the leader of a flight: those a busy holder referred to, then the holders in their order.
+
+        The fetch's own holders are taken one after the other (only the first one's digest is known to be that of its
+        bytes): a later one has its turn when those before it are busy or out of the question.
+        """
+        fetch = flight.leader
+        first = fetch.event.holders[0] if fetch.event.holders else None
+        why: Miss | None = flight.hopeless or self._spent(flight, now)
+        if why is not None:
+            return Choice((), miss=why)
+        referred: list[NodeId] = []
+        named: list[NodeId] = []
+        busy = False
+        for holder in dict.fromkeys((*flight.referred, *fetch.event.holders)):
+            refusal = self._refusal(flight, holder, now)
+            if refusal is not None:
+                why = refusal if why is None or holder == first else why
+            elif self._busy_until.get(holder, now) > now:
+                busy = True
+            else:
+                (referred if holder in flight.referred else named).append(holder)
+        if referred or named:
+            return Choice((*referred, *named[:1]))
+        if busy:
+            return Choice(())
+        return Choice((), miss=why or Miss(MissReason.NOT_FOUND))
+
+    def busy(self, holder: NodeId, retry_after_s: float, now: float) -> None:
+        """It serves as many as it can and wants to be asked later."""
+        self._busy_until[holder] = now + max(retry_after_s, BUSY_RETRY_MIN_S)
+
+    def refer(self, flight: Flight, referrals: tuple[NodeId, ...]) -> int:
+        """A busy holder named peers that have this block; those that are alive here may be asked. Returns how many."""
+        alive = [peer for peer in referrals if self._membership.is_alive(peer)]
+        for peer in alive:
+            flight.referred[peer] = None
+            flight.failed_at.pop(peer, None)
+        return len(alive)
+
+    def others(self, flight: Flight, but: NodeId, now: float) -> tuple[NodeId, ...]:
+        """Who may be asked for a block now besides the holder `but`, best first. Nobody for one that may not be mixed."""
+        if flight.anew and flight.received:
+            return ()
+        holders = dict.fromkeys((*flight.referred, *flight.leader.event.holders))
+        return tuple(
+            holder
+            for holder in holders
+            if holder != but and self._busy_until.get(holder, now) <= now and self._refusal(flight, holder, now) is None
+        )
+
+    def retry_at(self) -> float:
+        """When the next busy holder may be asked again."""
+        return min(self._busy_until.values(), default=math.inf)
+
+    def forget_retries(self, now: float) -> None:
+        """Holders that may be asked again are not busy any more."""
+        self._busy_until = {holder: until for holder, until in self._busy_until.items() if until > now}
+
+    def _spent(self, flight: Flight, now: float) -> Miss | None:
+        """A fetch that has lost all it may lose asks nobody: it would give up before an answer could come."""
+        if flight.leader.patience_s(self._config, now) > ROUNDING_S:
+            return None
+        failed = tuple(flight.failed_at.values())
+        return failed[0] if failed else Miss(MissReason.STALLED, "the request has lost what it may lose by waiting")
+
+    def _refusal(self, flight: Flight, holder: NodeId, now: float) -> Miss | None:
+        """Why the leader does not ask this holder for this block, None if it may."""
+        miss = flight.failed_at.get(holder) or flight.leader.refused.get(holder)
+        if miss is not None:
+            return miss
+        if not self._membership.is_alive(holder):
+            peer = self._membership.get(holder)
+            return Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.value)
+        left_s = self._penalties.left_s(holder, now)
+        if left_s > 0:
+            return Miss(MissReason.STALLED, f"failed to deliver before; not asked for another {left_s:.1f} s")
+        return None
