@@ -13,6 +13,7 @@ from kvcomm_p2p.cli.bench import bench
 from kvcomm_p2p.cli.calibrate import calibrate
 from kvcomm_p2p.cli.doctor import doctor
 from kvcomm_p2p.cli.eval import evaluate
+from kvcomm_p2p.cli.forget import forget
 from kvcomm_p2p.cli.keys import keys
 from kvcomm_p2p.cli.models import models
 from kvcomm_p2p.cli.outcome import guarded
@@ -36,6 +37,7 @@ app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
 app.command()(calibrate)
+app.command()(forget)
 app.command()(peers)
 app.command()(doctor)
 app.command()(metrics)
@@ -88,7 +90,12 @@ def node(
     ],
     join: Annotated[
         list[str] | None,
-        typer.Option("--join", "-j", metavar="HOST:PORT", help="Any node of the cluster; repeatable."),
+        typer.Option(
+            "--join",
+            "-j",
+            metavar="HOST:PORT[#NAME]",
+            help="Any node of the cluster, and whose it is in `kvcomm keys list`; repeatable.",
+        ),
     ] = None,
     model: ModelOption = None,
     role: Annotated[

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvcomm_p2p.agent_status import AgentStatus, Totals
 from kvcomm_p2p.errors import CancelledByCaller, ConfigError, UsageError
+from kvcomm_p2p.forgetting import Forgotten
 from kvcomm_p2p.in_flight import InFlight
 from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
@@ -301,6 +302,11 @@ class Agent:
             prepared = await self._prepare(stack, prompt, slots, visibility, group)
             reason = exact_only_reason(self.role)
             return await self._done(stack, stack.engine.explain(prepared, chosen, exact_only=reason))
+
+    async def forget(self, what: str, *, everywhere: bool = False) -> Forgotten:
+        """Erase a text, or an anchor (its id in hex), here or `everywhere`, for good. Raises UsageError for too short a text."""
+        stack = self._running()
+        return await self._done(stack, stack.forget(what, everywhere=everywhere))
 
     async def settled(self) -> None:
         """Wait until everything prefilled or generated so far is published (it is found by this node's peers a gossip

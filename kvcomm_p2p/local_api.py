@@ -13,6 +13,7 @@ connection cancels the request.
     {"op": "inspect"}                                     -> {"event": "done", "inspect": {...}}, for `kvcomm doctor`
     {"op": "metrics"}                                     -> {"event": "done", "metrics": str}, as Prometheus reads it
     {"op": "recording"}                                   -> {"event": "done", "recording": {path, redacted}}
+    {"op": "forget", "what": str, "everywhere": bool}     -> {"event": "done", "forgotten": {anchors, told}}
     {"op": "stop"}                                        -> {"event": "done"}, then the node leaves
     any                                                   -> {"event": "error", "kind": "UsageError", "message": "..."}
 """

@@ -19,6 +19,7 @@ from kvcomm_p2p.local_names import NameClaim
 
 if TYPE_CHECKING:
     from kvcomm_p2p.agent import Agent
+    from kvcomm_p2p.forgetting import Forgotten
     from kvcomm_p2p.model.decoding import Sampling
     from kvcomm_p2p.report import PrefillReport
     from kvcomm_p2p.watching import Watch
@@ -126,11 +127,13 @@ class LocalServer:
         elif op in WATCH_OPS:
             answer = await asyncio.to_thread(WATCH_OPS[op], self._agent.watch())
             await _send(writer, {"event": "done", op: answer})
+        elif op == "forget":
+            await _send(writer, {"event": "done", "forgotten": asdict(await self._forgotten(request))})
         elif op == "stop":
             await _send(writer, {"event": "done"})
             self._stop_requested.set()
         else:
-            known = ", ".join(sorted({"ask", "status", "compare", "explain", "stop", *WATCH_OPS}))
+            known = ", ".join(sorted({"ask", "status", "compare", "explain", "forget", "stop", *WATCH_OPS}))
             raise UsageError(f"unknown op {op!r}: use one of {known}")
 
     async def _ask(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -167,6 +170,12 @@ class LocalServer:
         if report is None:
             raise UsageError(f"node {self._agent.name!r} has had no request yet: ask it something first")
         return report
+
+    async def _forgotten(self, request: Mapping[str, Any]) -> Forgotten:
+        what, everywhere = request.get("what"), request.get("everywhere", False)
+        if not isinstance(what, str) or not isinstance(everywhere, bool):
+            raise UsageError("`what` must be a text, `everywhere` true or false")
+        return await self._agent.forget(what, everywhere=everywhere)
 
     def _prompt(self, request: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         prompt = request.get("prompt")

@@ -183,6 +183,7 @@ class Settings:
             pull_stall_timeout_s=self.pull_stall_timeout_s,
             pool_bytes_max=self.pool_bytes_max,
             pool_anchors_max=self.pool_anchors_max,
+            anchor_ttl_s=self.anchor_ttl_s,
         )
 
     @property

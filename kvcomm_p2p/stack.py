@@ -10,13 +10,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvcomm_p2p.errors import ConfigError, NameTakenError, UsageError
+from kvcomm_p2p.forgetting import Forgotten, forget
 from kvcomm_p2p.metrics import MetricsServer
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
@@ -24,7 +25,7 @@ from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
 from kvcomm_p2p.net.durable import open_life
 from kvcomm_p2p.net.gate import curve_keys, open_gate
-from kvcomm_p2p.net.keys import load_cluster_keys
+from kvcomm_p2p.net.keys import ClusterKeys, load_cluster_keys
 from kvcomm_p2p.net.limits import require_descriptors
 from kvcomm_p2p.net.recorder import RecordedNode, Recorder, make_recorder
 from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
@@ -90,6 +91,9 @@ class AgentStack:
         self.pool_bytes_max = settings.pool_bytes_max
         self.driver = driver
         self.store = store
+        self.memory = DeviationMemory(settings.deviation_bytes)
+        # Deviations do not say of what text they were seen: when some is erased, all of them go.
+        driver.on_erased(lambda anchor_ids: self.memory.clear())
         self.addresses: Addresses = driver.start()
         self.node_id: NodeId = driver.node_id
         self._name = name
@@ -105,7 +109,6 @@ class AgentStack:
             content_key=content_key,
         )
         self._puller = Puller(driver, store)
-        self.memory = DeviationMemory(settings.deviation_bytes)
         self._learner = Learner(self.memory, driver, store, runner.spec, self._compute)
         self._foresight = Foresight(runner.spec, predictor_path(settings.cache_dir, runner.spec.model_id))
         self.engine = ReuseEngine(
@@ -172,6 +175,11 @@ class AgentStack:
             return Publication(prompt, filled, published)
         self._puller.release(filled.pulled, list(filled.pulled.handles))
         return Publication(prompt, filled, None)
+
+    async def forget(self, what: str, *, everywhere: bool) -> Forgotten:
+        """Loop. See `forgetting.forget`."""
+        key = ClusterKeys(b"", self.group_key).erasing
+        return await forget(self.driver, self.runner.tokenizer, what, key, everywhere=everywhere)
 
     def publish_answer(self, publication: Publication, token_ids: Sequence[int]) -> None:
         """Share what was generated behind a published prompt, in the background."""
@@ -265,7 +273,9 @@ def build_stack(
     groups: Sequence[str] = (),
 ) -> AgentStack:
     """Load, bind and wire up; blocking. Raises ModelError, TransportError, ConfigError."""
-    gate = open_gate(settings.state_dir, settings.bind_host, encrypted=settings.encrypted)
+    gate = open_gate(
+        settings.state_dir, settings.bind_host, encrypted=settings.encrypted, advertise_host=settings.advertise_host
+    )
     keys = load_cluster_keys(settings.state_dir)
     require_descriptors(settings.node_config().peers_max)
     runner = model
@@ -298,7 +308,8 @@ def build_stack(
             capabilities=Capability.SHARED_MEMORY if host else 0,
         )
         me = life.sign(me)
-        config, rng = settings.node_config(), random.Random(os.urandom(16))  # whom we ask next is nobody's guess
+        config = replace(settings.node_config(), erasing_key=keys.erasing)
+        rng = random.Random(os.urandom(16))  # whom we ask next is nobody's guess
         if recorder is not None:
             return RecordedNode(config, me=me, rng=rng, now=now, recorder=recorder, **before)
         return Node(config, me=me, rng=rng, now=now, **before)

@@ -211,6 +211,12 @@ class DeviationMemory:
                     held.uses += corrected / deviation.tokens
                     held.priority = self._floor + held.uses
 
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._held.clear()
+            self._bytes = 0
+
     def discard(self, deviations: Sequence[Deviation]) -> None:
         """Forget these; ignores what is held no more."""
         with self._lock:

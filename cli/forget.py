@@ -1,0 +1,51 @@
+"""`kvcomm forget`: erase a text, or an anchor, from a node and from all that it can reach."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcomm_p2p.cli.outcome import guarded
+from kvcomm_p2p.cli.output import emit, stdout
+from kvcomm_p2p.cli.setup import load_settings
+
+FORGET_TIMEOUT_S = 30.0
+
+
+@guarded
+def forget(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="TEXT|ANCHOR", help="The text (- reads it from stdin), or an anchor's 32 hex digits."),
+    ],
+    node: Annotated[str, typer.Option("--node", "-n", metavar="NAME", help="Name of a running node.")],
+    everywhere: Annotated[
+        bool, typer.Option("--everywhere", help="From the nodes of all members, too, and of those that come later.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+) -> None:
+    """Erase what nodes keep of a text, or of one anchor, and refuse it for a week."""
+    run_forget(load_settings().runtime_dir, node, sys.stdin.read() if what == "-" else what, everywhere, as_json)
+
+
+def run_forget(directory: Path, node: str, what: str, everywhere: bool, as_json: bool) -> None:
+    """Asks the running node. Raises what `local_api.request` raises."""
+    from kvcomm_p2p.local_api import request
+
+    body = {"op": "forget", "what": what, "everywhere": everywhere}
+    [event] = request(directory, node, body, timeout_s=FORGET_TIMEOUT_S)
+    forgotten = event["forgotten"]
+    if as_json:
+        emit(forgotten)
+        return
+    here = f"{forgotten['anchors']:,} anchors erased from {node}"
+    if not everywhere:
+        told = "its peers keep their copies: --everywhere erases those as well"
+    elif forgotten["told"]:
+        told = f"{forgotten['told']:,} members were told to do the same, and will tell those that come later"
+    else:
+        told = "nobody else is there to be told; members that come later will be"
+    stdout().print(f"{here}; {told}", markup=False, soft_wrap=True)
