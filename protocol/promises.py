@@ -43,8 +43,9 @@ class Promises:
         """What went into the node and came out of it: (holder, anchor) that turned out not to be there."""
         if isinstance(event, TokensRequested):
             self._tokens[event.request_id] = (event.holder, event.anchor.anchor_id)
-        elif isinstance(event, FetchRequested):
-            self._fetches[event.fetch_id] = event.holder
+        elif isinstance(event, FetchRequested) and event.holders:
+            # A miss tells the first holder's reason; what others brought instead is not known here.
+            self._fetches[event.fetch_id] = event.holders[0]
         gone: dict[tuple[NodeId, AnchorId], None] = {}
         for effect in effects:
             if isinstance(effect, FinishTokens):
