@@ -18,7 +18,7 @@ Level = Literal["ok", "note", "problem"]
 Node = Mapping[str, Any]
 
 SUSPECT_STATES = ("suspect",)
-GONE_STATES = ("dead", "expired")
+GONE_STATES = ("dead",)
 
 PART_NAMES = {
     "version": "the version of the identity itself (update one side)",

@@ -106,7 +106,7 @@ class Sources:
             return miss
         if not self._membership.is_alive(holder):
             peer = self._membership.get(holder)
-            return Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.value)
+            return Miss(MissReason.UNREACHABLE, "unknown" if peer is None else peer.state.word)
         left_s = self._penalties.left_s(holder, now)
         if left_s > 0:
             return Miss(MissReason.STALLED, f"failed to deliver before; not asked for another {left_s:.1f} s")

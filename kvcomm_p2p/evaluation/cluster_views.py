@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvcomm_p2p.evaluation.cluster_processes import Cluster, NodeProcess
 
-GONE_STATES = frozenset({"dead", "expired", "left", "forgotten"})
+GONE_STATES = frozenset({"dead", "left", "forgotten"})
 """How a peer is called that nobody waits for any more."""
 
 
