@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 MAPPED := protocol kernels sim cli
 
-.PHONY: demo test check fmt types bench clean
+.PHONY: demo test check fmt types bench fuzz soak netns clean
 
 demo: $(READY)
 	$(BIN)/kvcomm demo
@@ -34,6 +34,16 @@ bench: $(READY)
 	$(BIN)/kvcomm bench ttft
 	$(BIN)/kvcomm bench pull
 	$(BIN)/kvcomm bench quality --prompts 6
+
+# Long checks of the protocol; their results lie in benchmarks/results.
+fuzz: $(READY)
+	$(BIN)/python tests/protocol/wire_fuzz.py --minutes 10
+
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py --minutes 30 --write benchmarks/results/soak.json
+
+netns: $(READY)
+	$(BIN)/python benchmarks/netns.py --write benchmarks/results/netns.json
 
 clean:
 	rm -rf .venv .types .mypy_cache .pytest_cache .ruff_cache build dist

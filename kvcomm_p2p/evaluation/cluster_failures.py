@@ -167,7 +167,8 @@ def _healed(cluster: Cluster, held: dict[str, set[int]], since: float) -> float:
         node.begin("wait", timeout_s=HEAL_TIMEOUT_S, alive=len(cluster) - 1, anchors=total - len(held[node.name]))
         for node in cluster.nodes
     ]
-    return max(future.result(HEAL_TIMEOUT_S + 5)["at"] for future in asked) - since
+    healed_at: float = max(future.result(HEAL_TIMEOUT_S + 5)["at"] for future in asked)
+    return healed_at - since
 
 
 def _compare(cluster: Cluster, held: dict[str, set[int]], forgotten: set[int]) -> tuple[int, int]:
