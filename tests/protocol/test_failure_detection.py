@@ -179,7 +179,7 @@ def test_the_gone_are_not_told_of_for_ever() -> None:
     node.handle(hello(FRIEND), 0.0)
     node.handle(hello(record(2)), 0.0)
     node.handle(claim(FRIEND, DEAD), 9.0)
-    syn = ev.MessageReceived(record(2).node_id, m.Syn(()))
+    syn = ev.MessageReceived(record(2).node_id, m.Syn(b"another.", bytes(8)))
 
     def told_of(now: float) -> bool:
         (answer,) = [message for message in sent(node.handle(syn, now)) if isinstance(message, m.SynAck)]
