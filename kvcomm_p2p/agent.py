@@ -26,7 +26,7 @@ from kvcomm_p2p.model.decoding import Decoded, Sampling, decode
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.modes import exact_only_reason, parse_mode
-from kvcomm_p2p.net.driver import check_seed
+from kvcomm_p2p.net.seeds import check_seed
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, Text, prepare, prepare_ids
 from kvcomm_p2p.reply import Prefilled, Reply
@@ -70,11 +70,11 @@ class Agent:
             raise ConfigError(f"agent name {name!r} must have 1 to 64 bytes, all printable, and no slash")
         if isinstance(join, str):
             raise ConfigError(f'join must be a list of addresses, for example join=["{join}"]')
-        for seed in join:
-            check_seed(seed)
         self.name = name
         self.role = role
         self.settings = settings or Settings.from_env()
+        for seed in join:
+            check_seed(seed, encrypted=self.settings.encrypted)
         self._model = model
         self._join = tuple(join)
         self._ports = (port, bulk_port)

@@ -22,7 +22,6 @@ from kvcomm_p2p.net.interpreter import Finish, Interpreter, MakeNode, is_digest
 from kvcomm_p2p.net.key_watch import KeyWatch
 from kvcomm_p2p.net.keys import ClusterKeys
 from kvcomm_p2p.net.seal import Sealer
-from kvcomm_p2p.net.seeds import parse_seed
 from kvcomm_p2p.net.transport import Addresses, Transport
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import (
@@ -398,8 +397,3 @@ class Driver:
                 waiting.set_result(TokensResult(miss, 0.0))
         if self._join is not None and not self._join.done():
             self._join.set_result(FinishJoin(miss))
-
-
-def check_seed(seed: str) -> None:
-    """Raises ConfigError, naming the fix, for what cannot be a peer's address, however this node is set up."""
-    parse_seed(seed)

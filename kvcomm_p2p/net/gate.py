@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.net.curve import CurveKeys, dial_name
 from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity, load_allowed, load_identity
-from kvcomm_p2p.net.seeds import parse_seed
+from kvcomm_p2p.net.seeds import check_seed
 from kvcomm_p2p.net.signatures import Claim, is_genuine
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import Erasure, Hello, MemberRecord, Message, Refused, Welcome
@@ -86,17 +86,8 @@ class Gate:
         That is the key of the peer named behind "#"; without a name our own on addresses of this machine and where nobody
         else is allowed, otherwise that of the only peer in the allow-list. Raises ConfigError, naming the fix.
         """
-        seed = parse_seed(text)
+        seed = check_seed(text, encrypted=self.required)
         if not self.required:
-            if seed.label:
-                raise ConfigError(
-                    f"cannot join {text!r}: this node has no encrypted connections; set KVCOMM_ENCRYPT=always"
-                )
-            if not is_loopback(seed.address.rpartition(":")[0]):
-                raise ConfigError(
-                    f"cannot join {text!r}: only nodes with keys reach other machines; run `kvcomm keys new`, exchange "
-                    "`kvcomm keys show` lines, and set KVCOMM_BIND_HOST"
-                )
             return seed.address
         _remember(self._seed_keys, seed.address, self._seed_key(text, *seed), SEEDS_REMEMBERED_MAX)
         return seed.address

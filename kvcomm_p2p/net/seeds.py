@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.settings import ANY_HOST, is_ipv4
+from kvcomm_p2p.settings import ANY_HOST, is_ipv4, is_loopback
 
 
 class Seed(NamedTuple):
@@ -26,3 +26,18 @@ def parse_seed(text: str) -> Seed:
     if not is_ipv4(host) or host == ANY_HOST:
         raise ConfigError(f"cannot join {text!r}: write the host as an IPv4 address, for example 192.0.2.7:{port}")
     return Seed(address, label)
+
+
+def check_seed(text: str, *, encrypted: bool) -> Seed:
+    """`parse_seed`, and whether a node with or without encrypted connections can reach it at all. Raises ConfigError."""
+    seed = parse_seed(text)
+    if encrypted:
+        return seed
+    if seed.label:
+        raise ConfigError(f"cannot join {text!r}: this node has no encrypted connections; set KVCOMM_ENCRYPT=always")
+    if not is_loopback(seed.address.rpartition(":")[0]):
+        raise ConfigError(
+            f"cannot join {text!r}: only nodes with keys reach other machines; run `kvcomm keys new`, exchange "
+            "`kvcomm keys show` lines, and set KVCOMM_BIND_HOST"
+        )
+    return seed
