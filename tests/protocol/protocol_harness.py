@@ -137,6 +137,7 @@ class Network:
         self.chunk_bytes = 96
         self.frames_bytes = 0
         self._payload = b""
+        self._deadlines: dict[NodeId, tuple[Node, float]] = {}
         self._order = itertools.count()
         self._queue: list[tuple[float, int, NodeId, Callable[[], ev.Event | None]]] = []
 
@@ -181,10 +182,8 @@ class Network:
         """Let time pass; returns when `until` held, or the end. Frozen nodes neither receive nor wake."""
         end = self.now + seconds
         while until is None or not until():
-            wakes = [
-                (max(node.next_deadline(), self.now), key) for key, node in self.nodes.items() if key not in self.frozen
-            ]
-            wake_at, waking = min(wakes, default=(end, b""))
+            wakes = [(max(self._deadline(key, node), self.now), key) for key, node in self.nodes.items()]
+            wake_at, waking = min((wake for wake in wakes if wake[1] not in self.frozen), default=(end, b""))
             queued_at = self._queue[0][0] if self._queue else end + 1
             if min(wake_at, queued_at) > end:
                 self.now = end
@@ -200,7 +199,15 @@ class Network:
                 self.handle(NodeId(waking), ev.TimerExpired())
         return self.now
 
+    def _deadline(self, key: NodeId, node: Node) -> float:
+        """The node's deadline, which changes only when it handles something."""
+        known = self._deadlines.get(key)
+        if known is None or known[0] is not node:
+            known = self._deadlines[key] = (node, node.next_deadline())
+        return known[1]
+
     def handle(self, node_id: NodeId, event: ev.Event) -> None:
+        self._deadlines.pop(node_id, None)
         for effect in self.nodes[node_id].handle(event, self.now):
             self._carry_out(node_id, effect, event)
 
