@@ -25,6 +25,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.timeout(300)
 def test_mutated_frames_never_raise_anything_else_and_never_break_a_node() -> None:
     mutator = Mutator(originals(), random.Random(1))
     victim = Victim()
