@@ -8,26 +8,19 @@ news cannot bring them back.
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from msgspec import msgpack
 
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord, Rumour, Status
 from kvcomm_p2p.protocol.rumours import Rumours
-from kvcomm_p2p.protocol.standing import Standing, is_leap, merge
+from kvcomm_p2p.protocol.standing import Departed, Standing, is_leap, merge, token
 from kvcomm_p2p.protocol.suspicion import Suspicion, shortest_s
 
 GONE_TOLD_S = 60.0
 """Seconds for which digests name a peer that died or left."""
-
-GONE_REMEMBERED_MAX = 4096
-"""Standings of forgotten (or never met) nodes that are gone; the oldest are dropped first."""
 
 
 @dataclass(slots=True)
@@ -84,7 +77,7 @@ class Membership:
         self._peers: dict[NodeId, Peer] = {}
         self._suspicions: dict[NodeId, Suspicion] = {}
         self._gone: dict[NodeId, Peer] = {}
-        self._remembered: OrderedDict[NodeId, Standing] = OrderedDict()
+        self._departed = Departed()
         self._alive: tuple[Peer, ...] | None = ()
         self._reachable: tuple[Peer, ...] | None = ()
         self._view = 0
@@ -138,16 +131,16 @@ class Membership:
         Over (node_id, epoch, incarnation, status) of everybody alive or suspect. The gone are no part of it: each node
         forgets them at its own time, and who still takes one for alive differs anyway.
         """
-        own = _token(self.me.node_id, Standing(self.me.epoch, self.incarnation, Status.ALIVE))
+        own = token(self.me.node_id, Standing(self.me.epoch, self.incarnation, Status.ALIVE))
         return (self._view ^ own).to_bytes(8, "little")
 
     def standing(self, node_id: NodeId) -> Standing | None:
         """What is known of a node, also of one that is forgotten. None: nothing."""
         peer = self._peers.get(node_id)
-        remembered = self._remembered.get(node_id)
-        if peer is None or remembered is None:
-            return remembered if peer is None else peer.standing
-        return merge(peer.standing, remembered)
+        end = self._departed.get(node_id)
+        if peer is None or end is None:
+            return end if peer is None else peer.standing
+        return merge(peer.standing, end)
 
     def doubt(self, node_id: NodeId) -> Rumour | None:
         """What a node should be told about itself: that it is suspected, dead or gone here. None: nothing is amiss."""
@@ -209,9 +202,9 @@ class Membership:
         peer = self._peers.get(node_id)
         if peer is not None and record.epoch <= peer.record.epoch:
             return self.hear(Rumour(node_id, *claim), now)
-        remembered = self._remembered.get(node_id)
-        if remembered is not None and merge(remembered, claim) != claim:
-            self.rumours.add(Rumour(node_id, *remembered))
+        end = self._departed.outlives(node_id, claim)
+        if end is not None:
+            self.rumours.add(Rumour(node_id, *end))
             return []
         return self._install(peer, record, incarnation, now)
 
@@ -228,7 +221,8 @@ class Membership:
         if peer is None or claim.epoch > peer.record.epoch:
             return self._claimed_of_unknown(peer, rumour.node_id, claim, now)
         known = peer.standing
-        if is_leap(known, claim):
+        later = self._departed.get(rumour.node_id)
+        if is_leap(known, claim) or (later is not None and later.epoch > claim.epoch):
             return []
         if claim.status is Status.DEAD and not peer.is_gone and self._is_heard(peer, now):
             claim = claim._replace(status=Status.SUSPECT)
@@ -307,15 +301,15 @@ class Membership:
     def _claimed_of_unknown(self, peer: Peer | None, node_id: NodeId, claim: Standing, now: float) -> list[PeerChange]:
         """About a node, or a life of it, whose record we do not have: its end is remembered, the rest will come with
         its record."""
-        remembered = self._remembered.get(node_id)
-        known = remembered if peer is None else peer.standing
+        known = self._departed.get(node_id) if peer is None else peer.standing
         if known is not None and is_leap(known, claim):
             return []
         if claim.is_gone:
-            self._remember(node_id, claim)
+            self._departed.add(node_id, claim)
             return [] if peer is None else self.bury(node_id, now, "a later life of it is over")
-        if remembered is not None and merge(remembered, claim) != claim:
-            self.rumours.add(Rumour(node_id, *remembered))
+        end = self._departed.outlives(node_id, claim)
+        if end is not None:
+            self.rumours.add(Rumour(node_id, *end))
         return []
 
     def _install(self, peer: Peer | None, record: MemberRecord, incarnation: int, now: float) -> list[PeerChange]:
@@ -331,23 +325,23 @@ class Membership:
             changes.append(PeerChange(peer, "joined"))
         else:
             was = peer.state
-            self._view ^= 0 if peer.is_gone else _token(peer.node_id, peer.standing)
+            self._view ^= token(peer.node_id, peer.standing)
             peer.record, peer.incarnation, peer.heard_at = record, incarnation, now
             peer.state, peer.since, peer.introduced = Status.ALIVE, now, False
             self._gone.pop(peer.node_id, None)
             self._suspicions.pop(peer.node_id, None)
             changes.append(PeerChange(peer, "returned", f"restarted; was {was.word}"))
-        self._remembered.pop(record.node_id, None)
-        self._view ^= _token(peer.node_id, peer.standing)
+        self._departed.drop(record.node_id)
+        self._view ^= token(peer.node_id, peer.standing)
         self._alive = self._reachable = None
         return changes + self._name_conflicts(peer)
 
     def _enter(self, peer: Peer, standing: Standing, now: float, accuser: bytes, detail: str = "") -> list[PeerChange]:
         """The one place where a known peer's standing changes within its epoch. Tells others of it."""
         node_id, was = peer.node_id, peer.state
-        self._view ^= 0 if peer.is_gone else _token(node_id, peer.standing)
+        self._view ^= token(node_id, peer.standing)
         _, peer.incarnation, peer.state = standing
-        self._view ^= 0 if peer.is_gone else _token(node_id, standing)
+        self._view ^= token(node_id, standing)
         self._suspicions.pop(node_id, None)
         if peer.state is Status.SUSPECT:
             self._suspicions[node_id] = self._suspicion(now, NodeId(accuser) if accuser else None)
@@ -379,14 +373,8 @@ class Membership:
     def _forget(self, peer: Peer) -> PeerChange:
         del self._peers[peer.node_id]
         del self._gone[peer.node_id]
-        self._remember(peer.node_id, peer.standing)
+        self._departed.add(peer.node_id, peer.standing)
         return PeerChange(peer, "forgotten")
-
-    def _remember(self, node_id: NodeId, standing: Standing) -> None:
-        known = self._remembered.pop(node_id, standing)
-        self._remembered[node_id] = merge(known, standing)
-        if len(self._remembered) > GONE_REMEMBERED_MAX:
-            self._remembered.popitem(last=False)
 
     def _name_conflicts(self, peer: Peer) -> list[PeerChange]:
         other = self.holder_of_name(peer.record.name, but=peer.node_id)
@@ -399,9 +387,3 @@ class Membership:
 
 def _by_id(peer: Peer) -> NodeId:
     return peer.node_id
-
-
-def _token(node_id: NodeId, standing: Standing) -> int:
-    """One member's part in the view hash."""
-    packed = msgpack.encode((node_id, *standing))
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

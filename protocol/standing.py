@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from typing import NamedTuple
 
+from msgspec import msgpack
+
+from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import Status
 
 LEAP_MAX = 2**20
 """A claim that jumps further above what is known is not believed: counters never run out because somebody lies."""
+
+
+GONE_REMEMBERED_MAX = 4096
 
 
 class Standing(NamedTuple):
@@ -47,3 +55,38 @@ def is_leap(known: Standing, claim: Standing) -> bool:
     if claim.epoch > known.epoch:
         return claim.epoch - known.epoch > LEAP_MAX
     return claim.epoch == known.epoch and claim.incarnation - known.incarnation > LEAP_MAX
+
+
+def token(node_id: NodeId, standing: Standing) -> int:
+    """One member's part in the hash of a view: 64 bits. The gone have no part: 0."""
+    if standing.is_gone:
+        return 0
+    packed = msgpack.encode((node_id, *standing))
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+class Departed:
+    """How lives ended whose records are forgotten, or never came; of at most GONE_REMEMBERED_MAX nodes, the latest."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[NodeId, Standing] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def get(self, node_id: NodeId) -> Standing | None:
+        return self._ends.get(node_id)
+
+    def add(self, node_id: NodeId, end: Standing) -> None:
+        known = self._ends.pop(node_id, end)
+        self._ends[node_id] = merge(known, end)
+        if len(self._ends) > GONE_REMEMBERED_MAX:
+            self._ends.popitem(last=False)
+
+    def drop(self, node_id: NodeId) -> None:
+        self._ends.pop(node_id, None)
+
+    def outlives(self, node_id: NodeId, claim: Standing) -> Standing | None:
+        """What is remembered of the node, if the claim is void by it."""
+        end = self._ends.get(node_id)
+        return end if end is not None and merge(end, claim) != claim else None

@@ -11,10 +11,10 @@ from protocol_harness import record
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.health import HEALTH_MAX, LocalHealth
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.membership import GONE_REMEMBERED_MAX, Membership
+from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import Rumour, Status
 from kvcomm_p2p.protocol.rumours import RUMOURS_HELD_MAX, RUMOURS_PER_MESSAGE, Rumours
-from kvcomm_p2p.protocol.standing import Standing, merge
+from kvcomm_p2p.protocol.standing import GONE_REMEMBERED_MAX, Standing, merge
 from kvcomm_p2p.protocol.suspicion import Suspicion, shortest_s
 
 standings = st.builds(Standing, st.integers(0, 3), st.integers(0, 3), st.sampled_from(Status))
@@ -153,7 +153,7 @@ def test_what_is_remembered_and_told_is_bounded() -> None:
     rumours = members.rumours
     for index in range(3 * GONE_REMEMBERED_MAX // 2):
         members.hear(Rumour(NodeId(index.to_bytes(16, "big")), 1, 0, Status.DEAD), 0.0)
-    assert len(members._remembered) == GONE_REMEMBERED_MAX
+    assert len(members._departed) == GONE_REMEMBERED_MAX
     for index in range(2 * RUMOURS_HELD_MAX):
         rumours.add(Rumour(NodeId(index.to_bytes(16, "big")), 1, 0, Status.DEAD))
     assert len(rumours) == RUMOURS_HELD_MAX
