@@ -7,6 +7,7 @@ mask.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvcomm_p2p.errors import InternalError, UsageError
+from kvcomm_p2p.model.slabs import slab_memory
 from kvcomm_p2p.protocol.anchors import KVLayout
 
 
@@ -45,9 +47,17 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, owner: KVCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owner = owner
+        # Weak, or a slab of hundreds of megabytes would wait for the garbage collector to find the cycle.
+        self._owner_of = weakref.ref(owner)
         self._index = index
         self.is_initialized = True
+
+    @property
+    def _owner(self) -> KVCache:
+        owner = self._owner_of()
+        if owner is None:
+            raise InternalError("a layer was used after its cache")
+        return owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the slab exists."""
@@ -167,6 +177,14 @@ class KVCache(Cache):
         """Not for beam search: raises `InternalError` naming `to_dynamic`."""
         raise InternalError("beam search needs a copy: use to_dynamic()")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """An independent cache with the same rows."""
+        copied = KVCache(self.layout, self.capacity, self._device)
+        copied.keys.copy_(self.keys)
+        copied.values.copy_(self.values)
+        copied.length = self.length
+        return copied
+
     def to_dynamic(self, config: PreTrainedConfig, rows: int | None = None) -> DynamicCache:
         """A transformers cache with copies of the first `rows` rows (default: all but the last), made as transformers
         would make it for this model, so that `model.generate(all ids, cache)` goes on from there."""
@@ -181,9 +199,12 @@ class KVCache(Cache):
         # Never inference tensors: those could not be written outside inference mode, where blocks are aligned.
         with torch.inference_mode(False):
             shape = (self.layout.layers, 1, self.layout.kv_heads, rows)
-            keys = torch.empty((*shape, self.layout.key_dim), dtype=self._dtype, device=self._device)
-            values = torch.empty((*shape, self.layout.value_dim), dtype=self._dtype, device=self._device)
-        return keys, values
+            return self._empty((*shape, self.layout.key_dim)), self._empty((*shape, self.layout.value_dim))
+
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return slab_memory.empty(shape, self._dtype)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
 class OpaqueCache(DynamicCache):
