@@ -23,13 +23,15 @@ DOC = meta("doc")
 BLOCK = 32 * 8
 
 
+def hello(peer: m.MemberRecord) -> ev.MessageReceived:
+    return ev.MessageReceived(peer.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), peer))
+
+
 def puller(config: NodeConfig | None = None) -> Node:
     """A node that knows PEER and OTHER, at time 0."""
     node = make_node(0, config=config)
     for peer in (PEER, OTHER):
-        node.handle(
-            ev.MessageReceived(peer.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), peer)), 0.0
-        )
+        node.handle(hello(peer), 0.0)
     return node
 
 
@@ -121,9 +123,7 @@ def test_penalties_double_and_end_with_a_delivery() -> None:
         node.handle(ev.TimerExpired(), now)
         assert {peer.name: peer.penalty_s for peer in node.peers()}["node1"] == pytest.approx(penalty_s)
         now += penalty_s + 0.01
-        node.handle(
-            ev.MessageReceived(PEER.node_id, m.Syn((m.DigestEntry(PEER.node_id, 1, int(now * 100), 0, 0),))), now
-        )
+        node.handle(hello(PEER), now)
     fetch = request(4, deadline=now + 9)
     (pull_id,) = pull_ids(node.handle(fetch, now))
     node.handle(chunk(pull_id, 0), now)

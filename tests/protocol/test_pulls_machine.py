@@ -20,6 +20,10 @@ PEERS = [record(1), record(2)]
 ANCHORS = [meta(label) for label in range(3)]
 
 
+def hello(peer: m.MemberRecord) -> ev.MessageReceived:
+    return ev.MessageReceived(peer.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), peer))
+
+
 class PullMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +37,10 @@ class PullMachine(RuleBasedStateMachine):
         self.pulls: dict[int, tuple[NodeId, m.Pull]] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.next_fetch = 1
-        self.heartbeat = 1
+        self.lives = 1
         self.left = False
         for peer in PEERS:
-            self.do(ev.MessageReceived(peer.node_id, m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, bytes(16), peer)))
+            self.do(hello(peer))
 
     def do(self, event: ev.Event) -> None:
         for effect in self.node.handle(event, self.now):
@@ -134,9 +138,8 @@ class PullMachine(RuleBasedStateMachine):
     def peer_goes(self, peer: int, back: bool) -> None:
         self.do(ev.PeerUnreachable(PEERS[peer].node_id))
         if back:
-            self.heartbeat += 1
-            entry = m.DigestEntry(PEERS[peer].node_id, 1, self.heartbeat, 0, 0)
-            self.do(ev.MessageReceived(PEERS[peer].node_id, m.Syn((entry,))))
+            self.lives += 1
+            self.do(hello(record(1 + peer, epoch=self.lives)))
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.11, 0.3]))
     def time_passes(self, seconds: float) -> None:
