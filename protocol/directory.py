@@ -74,7 +74,9 @@ class Directory:
             self._of_chain.setdefault(meta.chain_end, {})[row] = None
         if meta.content:
             self._contents.add(row, meta)
-        values = np.unique(np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False))
+        values = np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False)
+        if not (values[1:] > values[:-1]).all():  # peers are asked for ascending ones, and need not comply
+            values = np.unique(values)
         if values.size:
             self._tail.append((values, row))
             self._joined_tail = None
@@ -202,20 +204,26 @@ class Directory:
     def _join_tail(self) -> tuple[_U32, _Rows]:
         if self._joined_tail is None:
             values = [self._values[:0], *(values for values, _ in self._tail)]
-            rows = [self._value_rows[:0], *(np.full(values.size, row, np.int64) for values, row in self._tail)]
-            self._joined_tail = np.concatenate(values), np.concatenate(rows)
+            sizes = [values.size for values, _ in self._tail]
+            rows = np.repeat(np.fromiter((row for _, row in self._tail), np.int64, len(sizes)), sizes)
+            self._joined_tail = np.concatenate(values), rows
         return self._joined_tail
 
     def _merge(self) -> None:
         """Sort the tail into the array and drop dead rows."""
         tail_values, tail_rows = self._join_tail()
-        values = np.concatenate([self._values, tail_values])
-        rows = np.concatenate([self._value_rows, tail_rows])
-        alive = np.isin(rows, np.fromiter(self._rows, np.int64, len(self._rows)))
-        values, rows = values[alive], rows[alive]
-        order = np.lexsort((rows, values))
-        self._values, self._value_rows = values[order], rows[order]
+        values, rows = self._values, self._value_rows
+        if self._dead_size:
+            (values, rows), (tail_values, tail_rows) = self._alive(values, rows), self._alive(tail_values, tail_rows)
+        order = np.argsort(tail_values, kind="stable")
+        tail_values, tail_rows = tail_values[order], tail_rows[order]
+        places = np.searchsorted(values, tail_values, "right")  # rows of the tail are higher: behind equal values
+        self._values, self._value_rows = np.insert(values, places, tail_values), np.insert(rows, places, tail_rows)
         self._tail, self._tail_size, self._dead_size, self._joined_tail = [], 0, 0, None
+
+    def _alive(self, values: _U32, rows: _Rows) -> tuple[_U32, _Rows]:
+        alive = np.isin(rows, np.fromiter(self._rows, np.int64, len(self._rows)))
+        return values[alive], rows[alive]
 
 
 class _Contents:

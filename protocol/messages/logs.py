@@ -10,6 +10,7 @@ import struct
 from dataclasses import fields
 from functools import lru_cache
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Annotated, NamedTuple, Union
 
 import msgspec
@@ -42,6 +43,7 @@ from kvcomm_p2p.protocol.messages.fields import (
 from kvcomm_p2p.protocol.messages.members import MemberRecord
 
 _META_FIELDS = tuple(field.name for field in fields(AnchorMeta))[:-3]
+_META_OF = attrgetter(*_META_FIELDS)
 _SIMHASHES = struct.Struct("<QQQ")
 """The last three fields of AnchorMeta: they travel in one, `Put.simhashes`."""
 
@@ -103,8 +105,7 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
         return cls(seq=seq, simhashes=simhashes, **{name: getattr(meta, name) for name in _META_FIELDS})
 
     def meta(self) -> AnchorMeta:
-        simhashes = _SIMHASHES.unpack(self.simhashes)
-        return AnchorMeta(*(getattr(self, name) for name in _META_FIELDS), *simhashes)
+        return AnchorMeta(*_META_OF(self), *_SIMHASHES.unpack(self.simhashes))
 
 
 class Del(Struct, frozen=True, array_like=True, tag=2):
