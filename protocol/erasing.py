@@ -59,8 +59,11 @@ NEWS_PER_SENDER_MAX = 256
 
 @dataclass(slots=True)
 class _Remembered:
+    """`told`: it is for everybody, not for this node alone."""
+
     erasure: Erasure
     born: float
+    told: bool
 
 
 class Erasing:
@@ -106,7 +109,7 @@ class Erasing:
     def requested(self, event: EraseRequested, now: float) -> list[Effect]:
         """Our own user wants it: here at once, and everywhere if asked for."""
         for erasure in event.erasures:
-            self._remember(erasure, now)
+            self._remember(erasure, now, told=event.everywhere)
         self._scan, self._scan_again = [], False
         effects = self._carry_out(now)
         while self._scan:
@@ -124,7 +127,7 @@ class Erasing:
         news = [erasure for erasure in message.erasures if erasure.erasure_id not in self._known]
         self._count_news(sender, len(news), now)
         for erasure in news:
-            self._remember(erasure, now)
+            self._remember(erasure, now, told=True)
         return self._carry_out(now) if news else []
 
     def compared(self, sender: NodeId, message: ErasuresKnown, now: float) -> list[Effect]:
@@ -134,9 +137,9 @@ class Erasing:
             return []
         self._expire(now)
         theirs = {chunk[at : at + 8] for chunk in message.ids for at in range(0, len(chunk), 8)}
-        lacking = [item.erasure for identity, item in self._known.items() if identity[:8] not in theirs]
-        effects = self._tell(peer, lacking, now)
-        if not message.answer and theirs - {identity[:8] for identity in self._known}:
+        mine = {identity[:8]: item.erasure for identity, item in self._known.items() if item.told}
+        effects = self._tell(peer, [erasure for short, erasure in mine.items() if short not in theirs], now)
+        if not message.answer and theirs - mine.keys():
             effects.append(self._summary(peer, answer=True))
         return effects
 
@@ -259,12 +262,12 @@ class Erasing:
         self.anchors_erased += len(held)
         return [*self._forget(held, now), ReportErased(held)]
 
-    def _remember(self, erasure: Erasure, now: float) -> None:
+    def _remember(self, erasure: Erasure, now: float, *, told: bool) -> None:
         if erasure.erasure_id in self._known or erasure.age_s >= ERASURE_S:
             return
         self._expire(now)
         self._make_room(erasure)
-        self._known[erasure.erasure_id] = _Remembered(erasure, now - erasure.age_s)
+        self._known[erasure.erasure_id] = _Remembered(erasure, now - erasure.age_s, told)
         self._counts[_author(erasure)] = self._counts.get(_author(erasure), 0) + 1
         self._hashes += len(erasure.hashes) // 8
         for anchor_id in erasure.anchor_ids:
@@ -322,7 +325,7 @@ class Erasing:
             self._cut.popitem(last=False)
 
     def _summary(self, peer: Peer, *, answer: bool) -> SendMessage:
-        ids = b"".join(identity[:8] for identity in self._known)
+        ids = b"".join(identity[:8] for identity, item in self._known.items() if item.told)
         chunks = tuple(ids[at : at + 4096] for at in range(0, len(ids), 4096))
         return SendMessage(peer.node_id, peer.record.control, ErasuresKnown(chunks, answer))
 
