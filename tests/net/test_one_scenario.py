@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from net_nodes import TestNode, wait_until
 from scenario import Die, Fetch, Forget, Join, Leave, Outcome, Player, Publish, Settle, Step, Truth, play
+from scenario_world import WorldPlayer
 
 from kvcomm_p2p.evaluation.cluster_anchors import AnchorMaker, Shape, lookup, number_of
 from kvcomm_p2p.net.driver import Driver
@@ -134,7 +135,16 @@ def on_zmq() -> Iterator[Player]:
         yield DriverPlayer(ZmqTransport, stack)
 
 
-PLAYERS: dict[str, Callable[[], AbstractContextManager[Player]]] = {"memory": on_memory, "zmq": on_zmq}
+@contextmanager
+def in_the_world() -> Iterator[Player]:
+    yield WorldPlayer(CONFIG, SHAPE)
+
+
+PLAYERS: dict[str, Callable[[], AbstractContextManager[Player]]] = {
+    "world": in_the_world,
+    "memory": on_memory,
+    "zmq": on_zmq,
+}
 
 
 @pytest.mark.parametrize("kind", PLAYERS)
