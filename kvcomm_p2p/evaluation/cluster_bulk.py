@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from typing import Any
 
 from kvcomm_p2p.evaluation.cluster_processes import Cluster, cpu_load
@@ -22,6 +23,7 @@ BURNERS = 2
 def herd(step: Step, *, nodes: int = 16, repeats: int = 3, seed: int = 0) -> list[Row]:
     """All but one want the same 16 MiB of the one that has it, at once."""
     copies, misses, slowest, alone = [], [], [], []
+    reasons: Counter[str] = Counter()
     for count in range(repeats):
         step(f"herd {count + 1}")
         with Cluster(seed=seed + count) as cluster:
@@ -37,6 +39,8 @@ def herd(step: Step, *, nodes: int = 16, repeats: int = 3, seed: int = 0) -> lis
             uploaded = origin.ask("stats")["uploaded_bytes"] - before
             copies.append(uploaded / (HERD_SHAPE["blocks"] * HERD_SHAPE["block_kv_bytes"]))
             misses.append(sum(bool(answer["missed"]) or not answer["right"] for answer in answers))
+            for answer in answers:
+                reasons.update(answer["missed"])
             slowest.append(max(answer["ended"] for answer in answers) - at)
     title = f"{nodes - 1} of {nodes} nodes want the same 16 MiB"
     ratio = float(sorted(slowest)[len(slowest) // 2] / sorted(alone)[len(alone) // 2])
@@ -46,6 +50,10 @@ def herd(step: Step, *, nodes: int = 16, repeats: int = 3, seed: int = 0) -> lis
         median_row(title, "everybody has it after", slowest, "s"),
         median_row(title, "one transfer alone", alone, "s"),
         Row(title, "everybody, in transfers alone", ratio, "×", repeats),
+        *(
+            Row(title, f"blocks missed in all: {reason}", count, "", repeats)
+            for reason, count in sorted(reasons.items())
+        ),
     ]
 
 
