@@ -6,9 +6,9 @@ small unsorted tail that is merged in when it has grown; rows that died are skip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ HOLDERS_PER_ANCHOR_MAX = 4
 _U32 = npt.NDArray[np.uint32]
 _Rows = npt.NDArray[np.int64]
 _Key = TypeVar("_Key")
+_Places: TypeAlias = int | dict[int, None]
+"""Rows of one key. Most have one, which takes a quarter of a dictionary's memory."""
 
 
 class _Row(NamedTuple):
@@ -45,12 +47,12 @@ class Directory:
         self._rows: dict[int, _Row] = {}
         self._next_row = 0
         self._of_holder: dict[NodeId, dict[AnchorId, int]] = {}
-        self._of_chain: dict[ChainHash, dict[int, None]] = {}
-        self._of_sequence: dict[tuple[NodeId, SequenceId], dict[int, None]] = {}
+        self._of_chain: dict[ChainHash, _Places] = {}
+        self._of_sequence: dict[tuple[NodeId, SequenceId], _Places] = {}
         self._contents = _Contents()
         self._values: _U32 = np.empty(0, np.uint32)
         self._value_rows: _Rows = np.empty(0, np.int64)
-        self._tail: list[tuple[_U32, int]] = []
+        self._tail: list[tuple[_U32, _Rows]] = []
         self._tail_size = 0
         self._joined_tail: tuple[_U32, _Rows] | None = None
         self._dead_size = 0
@@ -64,23 +66,32 @@ class Directory:
 
     def add(self, holder: NodeId, meta: AnchorMeta) -> None:
         """`holder` has this anchor; replaces what was known of it there."""
-        self.remove(holder, meta.anchor_id)
-        self.added += 1
-        row, self._next_row = self._next_row, self._next_row + 1
-        self._rows[row] = _Row(holder, meta)
-        self._of_holder.setdefault(holder, {})[meta.anchor_id] = row
-        self._of_sequence.setdefault((holder, meta.sequence_id), {})[row] = None
-        if meta.chain_end:
-            self._of_chain.setdefault(meta.chain_end, {})[row] = None
-        if meta.content:
-            self._contents.add(row, meta)
-        values = np.frombuffer(meta.fingerprints, "<u4").astype(np.uint32, copy=False)
-        if not (values[1:] > values[:-1]).all():  # peers are asked for ascending ones, and need not comply
-            values = np.unique(values)
-        if values.size:
-            self._tail.append((values, row))
-            self._joined_tail = None
-            self._tail_size += values.size
+        self.add_all(holder, (meta,))
+
+    def add_all(self, holder: NodeId, metas: Sequence[AnchorMeta]) -> None:
+        """`holder` has these anchors; replaces what was known of them there. Faster than one by one."""
+        first = self._next_row
+        for meta in metas:
+            self.remove(holder, meta.anchor_id)
+            row, self._next_row = self._next_row, self._next_row + 1
+            self._rows[row] = _Row(holder, meta)
+            self._of_holder.setdefault(holder, {})[meta.anchor_id] = row
+            _insert(self._of_sequence, (holder, meta.sequence_id), row)
+            if meta.chain_end:
+                _insert(self._of_chain, meta.chain_end, row)
+            if meta.content:
+                self._contents.add(row, meta)
+        self.added += len(metas)
+        values = np.frombuffer(b"".join([meta.fingerprints for meta in metas]), "<u4")
+        if not values.size:
+            return
+        rows = np.repeat(np.arange(len(metas)), [len(meta.fingerprints) // 4 for meta in metas])
+        both = rows.astype(np.uint64) << np.uint64(32) | values
+        if not (both[1:] > both[:-1]).all():  # peers are asked for ascending ones, and need not comply
+            both = np.unique(both)
+        self._tail.append((both.astype(np.uint32), (both >> np.uint64(32)).astype(np.int64) + first))
+        self._joined_tail = None
+        self._tail_size += both.size
         if self._tail_size > max(TAIL_MIN, self._values.size // 8):
             self._merge()
 
@@ -137,7 +148,7 @@ class Directory:
         """All hits here, and whether anchors of other models would have been hit."""
         prefix: dict[int, int] = {}
         for chain in lookup.chains:
-            for row in _first(self._of_chain.get(chain, ()), ROWS_PER_KEY_MAX):
+            for row in _first(_rows_of(self._of_chain, chain), ROWS_PER_KEY_MAX):
                 prefix[row] = self._rows[row].meta.end
         matches = self._count_matches(lookup.fingerprints)
         similar = self._contents.near(lookup.sketches, lookup.sketch_bits_max)
@@ -190,7 +201,7 @@ class Directory:
         """Anchors that touch a hit in its sequence at its holder and are not `taken`; they are from now on."""
         found: list[AnchorHit] = []
         for hit in hits:
-            rows = self._of_sequence.get((hit.holder, hit.meta.sequence_id), ())
+            rows = _rows_of(self._of_sequence, (hit.holder, hit.meta.sequence_id))
             for row in _first(rows, ROWS_PER_KEY_MAX):
                 holder, meta = self._rows[row]
                 touches = meta.end == hit.meta.start or meta.start == hit.meta.end
@@ -204,9 +215,8 @@ class Directory:
     def _join_tail(self) -> tuple[_U32, _Rows]:
         if self._joined_tail is None:
             values = [self._values[:0], *(values for values, _ in self._tail)]
-            sizes = [values.size for values, _ in self._tail]
-            rows = np.repeat(np.fromiter((row for _, row in self._tail), np.int64, len(sizes)), sizes)
-            self._joined_tail = np.concatenate(values), rows
+            rows = [self._value_rows[:0], *(rows for _, rows in self._tail)]
+            self._joined_tail = np.concatenate(values), np.concatenate(rows)
         return self._joined_tail
 
     def _merge(self) -> None:
@@ -234,7 +244,8 @@ class _Contents:
     def __init__(self) -> None:
         self._index = SimilarIndex()
         self._entry_of: dict[tuple[AnchorId, int], int] = {}
-        self._rows: dict[int, dict[int, None]] = {}
+        self._shared: dict[int, dict[int, None]] = {}
+        """Rows of an entry that is, or was, held by several; each other entry is its own only row."""
 
     def add(self, row: int, meta: AnchorMeta) -> None:
         """`row` is higher than all before it."""
@@ -242,12 +253,16 @@ class _Contents:
         entry = self._entry_of.setdefault((meta.anchor_id, meta.content), row)
         if entry == row:
             self._index.add(meta.content, entry)
-        self._rows.setdefault(entry, {})[row] = None
+        else:
+            self._shared.setdefault(entry, {entry: None})[row] = None
 
     def remove(self, row: int, meta: AnchorMeta) -> None:
         entry = self._entry_of[meta.anchor_id, meta.content]
-        _discard(self._rows, entry, row)
-        if entry not in self._rows:
+        rows = self._shared.get(entry)
+        if rows is not None:
+            del rows[row]
+        if not rows:
+            self._shared.pop(entry, None)
             del self._entry_of[meta.anchor_id, meta.content]
             self._index.remove(entry)
 
@@ -256,7 +271,7 @@ class _Contents:
         found: dict[int, int] = {}
         for sketch in sketches:
             contents = self._index.search(sketch, bits_max, limit=ROWS_PER_KEY_MAX)
-            rows = ((row, bits) for entry, bits in contents for row in self._rows[entry])
+            rows = ((row, bits) for entry, bits in contents for row in self._shared.get(entry, (entry,)))
             for row, bits in islice(rows, ROWS_PER_KEY_MAX):
                 found[row] = min(bits, found.get(row, bits))
         return found
@@ -270,8 +285,24 @@ def _first(rows: Iterable[int], count: int) -> list[int]:
     return [row for row, _ in zip(rows, range(count), strict=False)]
 
 
-def _discard(index: dict[_Key, dict[int, None]], key: _Key, row: int) -> None:
-    rows = index[key]
-    del rows[row]
-    if not rows:
+def _insert(index: dict[_Key, _Places], key: _Key, row: int) -> None:
+    known = index.get(key)
+    if known is None:
+        index[key] = row
+    elif isinstance(known, int):
+        index[key] = {known: None, row: None}
+    else:
+        known[row] = None
+
+
+def _rows_of(index: Mapping[_Key, _Places], key: _Key) -> Iterable[int]:
+    known = index.get(key)
+    return () if known is None else (known,) if isinstance(known, int) else known
+
+
+def _discard(index: dict[_Key, _Places], key: _Key, row: int) -> None:
+    known = index[key]
+    if not isinstance(known, int):
+        del known[row]
+    if isinstance(known, int) or not known:
         del index[key]

@@ -381,8 +381,7 @@ class Exchange:
         """Carry over what changed in a log."""
         if change.reset:
             self._directory.remove_holder(origin)
-        for meta in change.put:
-            self._directory.add(origin, meta)
+        self._directory.add_all(origin, change.put)
         for anchor_id in change.deleted:
             self._directory.remove(origin, anchor_id)
 

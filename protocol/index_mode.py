@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvcomm_p2p.protocol.config import NodeConfig
 
-INDEX_ROW_BYTES = 1300
+INDEX_ROW_BYTES = 1800
 """Memory of one anchor of a peer in a full index: log entry, metadata and its places in the index (measured, see
 docs/decisions/0021-directory.md)."""
 
