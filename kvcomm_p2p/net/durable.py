@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -62,7 +63,8 @@ class NodeLife:
         self.sign: Callable[[MemberRecord], MemberRecord] = lambda record: record
         self._saved = saved
         self._path = path
-        self._lock = lock
+        # Also where nobody calls `close`, because what was to be made next failed.
+        self._unlock = weakref.finalize(self, os.close, lock) if lock is not None else None
         self._mutex = threading.Lock()
 
     @property
@@ -93,14 +95,13 @@ class NodeLife:
         nothing."""
         with self._mutex:
             path, self._path = self._path, None
-            lock, self._lock = self._lock, None
             if path is not None and self._saved.addresses:
                 try:
                     _write(path, replace(self._saved, addresses=()))
                 except OSError as error:
                     log.warning("the state of this node could not be saved in %s: %s", path, error)
-            if lock is not None:
-                os.close(lock)
+            if self._unlock is not None:
+                self._unlock()
 
 
 def open_life(state_dir: Path, cluster: str, name: str, node_id: NodeId | None = None) -> NodeLife:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -31,18 +32,20 @@ def state_file(state_dir: Path) -> Path:
 def test_each_life_is_the_same_node_in_a_higher_epoch(tmp_path: Path) -> None:
     first = open_life(tmp_path, "default", "planner")
     first.save(SaveState(first.epoch, 3, ("10.0.0.1:1", "10.0.0.2:2")))
-    os.close(first._lock)  # type: ignore[arg-type]  # as a killed process leaves it
+    expected = first.node_id, first.epoch + 1, 3
+    del first  # not closed: as a killed process leaves it
+    gc.collect()
     second = open_life(tmp_path, "default", "planner")
-    assert (second.node_id, second.epoch, second.incarnation) == (first.node_id, first.epoch + 1, 3)
+    assert (second.node_id, second.epoch, second.incarnation) == expected
     assert second.addresses == ("10.0.0.1:1", "10.0.0.2:2")
     second.close()
     third = open_life(tmp_path, "default", "planner")
-    assert (third.node_id, third.epoch) == (first.node_id, first.epoch + 2)
+    assert (third.node_id, third.epoch) == (second.node_id, second.epoch + 1)
     assert third.addresses == (), "who left on purpose does not come back by itself"
     third.close()
     third.close()
     others = [open_life(tmp_path, *names) for names in (("default", "coder"), ("other", "planner"))]
-    assert len({first.node_id, *(other.node_id for other in others)}) == 3
+    assert len({third.node_id, *(other.node_id for other in others)}) == 3
 
 
 def test_counters_never_fall_and_addresses_are_few(tmp_path: Path) -> None:
