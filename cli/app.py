@@ -22,6 +22,7 @@ from kvcomm_p2p.cli.peers import metrics, peers
 from kvcomm_p2p.cli.record import record as record_command
 from kvcomm_p2p.cli.record import recorded, replay
 from kvcomm_p2p.cli.setup import load_settings
+from kvcomm_p2p.cli.sim import sim
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 NODES_MAX = 64
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
+app.add_typer(sim, name="sim")
 app.command()(calibrate)
 app.command()(forget)
 app.command()(peers)

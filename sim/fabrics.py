@@ -169,7 +169,8 @@ class PeerFabric:
             fetched.wait_lost_s = max(fetched.wait_lost_s, answer.wait_lost_s)
             done.resolve(None)
 
-        self._world.fetch(self._machine, holder, tuple(wants), finish, deadline_s=self._deadline_s)
+        anchors = tuple({anchor.anchor_id: anchor for anchor, _ in group.values()}.values())
+        self._world.fetch(self._machine, (holder,), tuple(wants), finish, anchors=anchors, deadline_s=self._deadline_s)
         return done
 
     def keep(self, fetched: Fetched) -> None:

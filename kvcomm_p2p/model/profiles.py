@@ -38,6 +38,12 @@ def load_profile(model_id: ModelId, extra_dirs: Iterable[Path] = ()) -> Profile 
     return None
 
 
+def shipped_profile(name: str) -> Profile | None:
+    """The profile that comes with us under this name, whatever model is here; None if there is none. Raises ModelError."""
+    path = SHIPPED_DIR / f"{name}.json"
+    return _profile(_read(path), path) if path.is_file() else None
+
+
 def save_profile(model_id: ModelId, profile: Profile, path: Path) -> None:
     """Writes a profile as JSON, replacing the file atomically."""
     document = {

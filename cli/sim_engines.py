@@ -1,0 +1,55 @@
+"""Other machines for sweeps: executors of engines that somebody runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+
+from kvcomm_p2p.errors import ConfigError
+
+
+@contextmanager
+def executor_of(address: str | None) -> Iterator[Executor | None]:
+    """An executor of the engine at dask://HOST:PORT or ray://HOST:PORT; None for this machine. Raises ConfigError."""
+    if address is None:
+        yield None
+        return
+    scheme, separator, place = address.partition("://")
+    if not separator or scheme not in ("dask", "ray"):
+        raise ConfigError(f"--engine {address!r}: write dask://HOST:PORT or ray://HOST:PORT")
+    if scheme == "dask":
+        try:
+            from dask.distributed import Client
+        except ImportError as error:
+            raise ConfigError("a Dask engine needs its client: pip install 'kvcomm-p2p[dask]'") from error
+        with Client(f"tcp://{place}", timeout="10s") as client:
+            yield client.get_executor()
+        return
+    try:
+        import ray
+        from ray.util.client import ray as _  # noqa: F401
+        from ray.util.multiprocessing import Pool
+    except ImportError as error:
+        raise ConfigError("a Ray engine needs its client: pip install 'kvcomm-p2p[ray]'") from error
+    ray.init(address)
+    try:
+        yield _PoolExecutor(Pool())
+    finally:
+        ray.shutdown()
+
+
+class _PoolExecutor(Executor):
+    """A multiprocessing-like pool as an executor."""
+
+    def __init__(self, pool: object) -> None:
+        self._pool = pool
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        from concurrent.futures import Future
+
+        future: Future[object] = Future()
+        self._pool.apply_async(  # type: ignore[attr-defined]
+            fn, args, kwargs, callback=future.set_result, error_callback=future.set_exception
+        )
+        return future
