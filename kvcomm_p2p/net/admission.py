@@ -57,14 +57,17 @@ class Admission:
         """Who says to have sent what. What is not to be used is counted and gives None; nothing is raised."""
         frame = self._sealer.open(sealed)
         if frame is None:
-            return self._drop("bad_seal")
+            self._drop("bad_seal")
+            return None
         if len(frame) < HEADER_BYTES or not self._limits.take(sender_of(frame), len(frame), self._loop.time()):
-            return self._drop("undecodable" if len(frame) < HEADER_BYTES else "over_limit")
+            self._drop("undecodable" if len(frame) < HEADER_BYTES else "over_limit")
+            return None
         try:
             sender, message = decode(frame)
         except WireError as error:
             log.debug("a sealed frame could not be decoded: %s", error)
-            return self._drop("undecodable")
+            self._drop("undecodable")
+            return None
         self._counters.received[type(message).__name__] += 1
         return sender, message
 

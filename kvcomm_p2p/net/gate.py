@@ -50,7 +50,7 @@ class Gate:
         self.identity = identity
         self.required = required
         self._own_hosts = frozenset(own_hosts)
-        self._own = () if identity is None else (Allowed("", identity.public),)
+        self._own: tuple[Allowed, ...] = () if identity is None else (Allowed("", identity.public),)
         self._genuine: OrderedDict[Claim, None] = OrderedDict()
         self._owners: OrderedDict[NodeId, PublicIdentity] = OrderedDict()
         self._seed_keys: OrderedDict[str, bytes] = OrderedDict()

@@ -34,6 +34,12 @@ class Reply:
 
 
 @dataclass
+class Forgotten:
+    anchors: int
+    told: int
+
+
+@dataclass
 class AgentStatus:
     name: str
     role: str
@@ -120,6 +126,11 @@ class Agent:
 
     def watch(self) -> Watch:
         return Watch(self)
+
+    async def forget(self, what: str, *, everywhere: bool = False) -> Forgotten:
+        if len(what) < 4:
+            raise UsageError("cannot forget this text: it is too short")
+        return Forgotten(len(what.split()), 2 if everywhere else 0)
 
     async def explain(self, prompt: Any, *, slots: Any = None, mode: str = "balanced") -> PrefillReport:
         report = report_of(max(2, len(filled(prompt, slots).split())), mode)
