@@ -401,13 +401,15 @@ class World:
         wants: tuple[ev.Want, ...],
         then: Callable[[ev.FinishFetch], None],
         *,
+        anchors: tuple[AnchorMeta, ...] = (),
         deadline_s: float = 10.0,
         stall_s: float = math.inf,
     ) -> int:
         """Ask for blocks; `then` is called once. Returns the fetch's id."""
         fetch_id, machine.next_id = machine.next_id, machine.next_id + 1
         machine.fetches[fetch_id] = then
-        self.handle(machine, ev.FetchRequested(fetch_id, holders, wants, self.now + deadline_s, stall_s))
+        asked = ev.FetchRequested(fetch_id, holders, wants, self.now + deadline_s, stall_s, anchors=anchors)
+        self.handle(machine, asked)
         return fetch_id
 
     def ask_tokens(
