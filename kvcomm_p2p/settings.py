@@ -110,6 +110,9 @@ class Settings:
     tokens_timeout_s: float = 0.1
     """Seconds that a request waits for a peer's token ids."""
 
+    directory: str = "auto"
+    """Who knows which anchors are where: "full" (every node all), "sharded" (owners of shards), or "auto"."""
+
     pull_stall_timeout_s: float = 0.2
     """Seconds without progress until a pull is given up."""
 
@@ -119,6 +122,9 @@ class Settings:
     metrics_port: int = 0
     """Port of the Prometheus metrics on 127.0.0.1; 0 or "off": none, "any": any free port (`kvcomm status --json` tells
     which)."""
+
+    shared_memory: bool = True
+    """Whether blocks are shared with agents of the same user on this machine instead of being sent."""
 
     record_dir: str = ""
     """Folder for a recording of everything that reaches the node, made if it is missing; empty: none. See docs/recording.md:
@@ -180,6 +186,7 @@ class Settings:
             probe_interval_s=self.probe_interval_s,
             probe_timeout_s=self.probe_timeout_s,
             tokens_timeout_s=self.tokens_timeout_s,
+            directory=self.directory,
             pull_stall_timeout_s=self.pull_stall_timeout_s,
             pool_bytes_max=self.pool_bytes_max,
             pool_anchors_max=self.pool_anchors_max,

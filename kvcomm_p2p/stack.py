@@ -290,7 +290,7 @@ def build_stack(
     if identity is not None:
         life.sign = partial(signed_record, identity)
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
-    host = host_tag(keys.content)
+    host = host_tag(keys.content) if settings.shared_memory else b""
 
     recorder = make_recorder(settings, name, node_id)
     before: dict[str, Any] = {"incarnation": life.incarnation, "addresses": life.addresses}

@@ -100,14 +100,15 @@ class BlockStore:
         with self._lock:
             return self._insert(data.nbytes, data)
 
-    def compose(self, sizes: Sequence[int]) -> Composition:
-        """Memory for several blocks that go into the store together, shared with peers on this machine where possible.
+    def compose(self, sizes: Sequence[int], *, shared: bool = True) -> Composition:
+        """Memory for several blocks that go into the store together: such as peers on this machine can read where that is
+        possible, unless `shared` is False (nobody may be served).
 
         Raises ValueError unless there are sizes and all are above 0.
         """
         if not sizes or min(sizes) <= 0:
             raise ValueError(f"blocks of {list(sizes)} bytes cannot be composed")
-        return Composition(self, sizes, self.shared.draft(sizes) if self.shared else None)
+        return Composition(self, sizes, self.shared.draft(sizes) if self.shared and shared else None)
 
     def reserve(self, kv_bytes: int) -> BlockHandle:
         """A handle for a block that is to arrive. Takes no memory yet. Raises ValueError unless `kv_bytes` > 0."""

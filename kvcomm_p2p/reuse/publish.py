@@ -275,7 +275,8 @@ def filled_marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[Visib
 
 def _copy_anchor(cache: KVCache, meta: AnchorMeta, store: BlockStore) -> tuple[Composition, tuple[bytes, ...]]:
     """The finished blocks of an anchor and the SHA-256 of each, from the slab that holds its rows."""
-    blocks = store.compose([meta.block_bytes(index) for index in range(meta.blocks)])
+    sizes = [meta.block_bytes(index) for index in range(meta.blocks)]
+    blocks = store.compose(sizes, shared=meta.visibility is not Visibility.PRIVATE)
     digests = []
     for index, buffer in enumerate(blocks.buffers):
         start = meta.start + index * BLOCK_TOKENS
