@@ -20,9 +20,10 @@ from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.sim.fabrics import Fetched, digest_of, wanted_of
 from kvcomm_p2p.sim.links import LinkProfile
+from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.process import Promise
 from kvcomm_p2p.sim.scenario import CentralSpec
-from kvcomm_p2p.sim.world import SimNode, World
+from kvcomm_p2p.sim.world import World
 
 POOL = NodeId(b"central pool....")
 LOOKUP_BYTES = 400

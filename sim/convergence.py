@@ -9,7 +9,8 @@ import numpy as np
 from kvcomm_p2p.protocol.anchors import NO_CHAIN, AnchorMeta, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.events import AnchorsPublished, Effect, Event
 from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId, SequenceId
-from kvcomm_p2p.sim.world import SimNode, World
+from kvcomm_p2p.sim.machine import SimNode
+from kvcomm_p2p.sim.world import World
 
 TOKENS = 32
 MODEL = ModelId(b"update followed.")

@@ -24,8 +24,9 @@ from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, B
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
+from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.process import Promise, gather, kept
-from kvcomm_p2p.sim.world import CONTENT_KEY, SimNode, World
+from kvcomm_p2p.sim.world import CONTENT_KEY, World
 
 GROUP_BLOCKS = 16
 """Blocks per fetch, as the engine's puller groups them."""

@@ -11,8 +11,9 @@ import msgspec
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord
 from kvcomm_p2p.sim.links import Cut
+from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.scenario import FaultSpec
-from kvcomm_p2p.sim.world import SimNode, World
+from kvcomm_p2p.sim.world import World
 
 
 @dataclass(slots=True)

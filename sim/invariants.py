@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from kvcomm_p2p.errors import InternalError
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.sim.world import SimNode, World
+from kvcomm_p2p.sim.machine import SimNode
+from kvcomm_p2p.sim.world import World
 
 EVERY = 50
 

@@ -17,11 +17,12 @@ from kvcomm_p2p.sim.cost_table import CostTable
 from kvcomm_p2p.sim.fabrics import Fabric, OwnFabric, PeerFabric
 from kvcomm_p2p.sim.faults import Faults
 from kvcomm_p2p.sim.links import Links
+from kvcomm_p2p.sim.machine import Hardware, SimNode
 from kvcomm_p2p.sim.metrics import Observed
 from kvcomm_p2p.sim.process import Process, Promise, gather, spawn
 from kvcomm_p2p.sim.scenario import Scenario
 from kvcomm_p2p.sim.workloads import Step, Task, prompt_of, tokens_of, until
-from kvcomm_p2p.sim.world import Hardware, SimNode, World
+from kvcomm_p2p.sim.world import World
 
 MODEL = ModelId(b"simulated model.")
 JOIN_SPREAD_S = 0.5

@@ -13,7 +13,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.messages import Chunk, MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.sim.links import Links
+from kvcomm_p2p.sim.machine import Hardware, SimNode
 from kvcomm_p2p.sim.process import Promise
 
 SEAL_BYTES = 16
@@ -45,46 +45,6 @@ REFUSED_S = 0.0002
 
 Observer = Callable[[int, ev.Event, float, list[ev.Effect]], None]
 """Told of every event that a node handled: its number, the event, the time and what it asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What one simulated machine takes for what is no computation of the model, in seconds and bytes per second."""
-
-    digest_bytes_per_s: float = 1.5e9
-    frame_s: float = 0.0
-    """Processor time per control frame received; frames of a node wait for each other."""
-
-
-@dataclass(slots=True)
-class SimNode:
-    """One machine. `generation` counts restarts: what was sent to an earlier one is lost. `alone`: its node has no peers to
-    talk to, so its timers are not kept."""
-
-    number: int
-    name: str
-    node: Node
-    config: NodeConfig
-    generation: int = 0
-    up: bool = True
-    frozen: bool = False
-    alone: bool = False
-    spoils: bool = False
-    wake_at: float = math.inf
-    free_at: float = 0.0
-    waiting: list[Callable[[], ev.Event | None]] = field(default_factory=list)
-    references: Counter[BlockHandle] = field(default_factory=Counter)
-    spoiled: dict[BlockHandle, None] = field(default_factory=dict)
-    contacts: dict[int, float] = field(default_factory=dict)
-    fetches: dict[int, Callable[[ev.FinishFetch], None]] = field(default_factory=dict)
-    tokens: dict[int, Callable[[ev.FinishTokens], None]] = field(default_factory=dict)
-    lookups: dict[int, Callable[[ev.FinishLookup], None]] = field(default_factory=dict)
-    saved: ev.SaveState | None = None
-    next_id: int = 1
-
-    @property
-    def node_id(self) -> NodeId:
-        return self.node.me.node_id
 
 
 class World:

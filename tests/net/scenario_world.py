@@ -11,7 +11,8 @@ from kvcomm_p2p.protocol.anchors import BlockKey, HeldAnchor
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord
-from kvcomm_p2p.sim.world import SimNode, World
+from kvcomm_p2p.sim.machine import SimNode
+from kvcomm_p2p.sim.world import World
 
 SETTLE_S = 60.0
 
