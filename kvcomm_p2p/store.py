@@ -146,25 +146,24 @@ class BlockStore:
         with self._lock:
             block.gaps = _without(block.gaps, offset, end)
 
-    def reset(self, handle: BlockHandle) -> bool:
+    def reset(self, handle: BlockHandle) -> None:
         """What was written to a reserved block is forgotten: it is as it was reserved. Views taken before stay valid.
 
-        Returns False (and changes nothing) for a stale handle, and for a block that others see already (more than one
-        reference) or that stands in shared memory.
+        Changes nothing for a stale handle, and for a block that others see already (more than one reference) or that
+        stands in shared memory.
         """
         with self._lock:
             try:
                 block = self._block(handle)
             except StaleHandle:
-                return False
+                return
             if block.references != 1 or block.region is not None:
-                return False
+                return
             if block.data is not None:
                 block.data = None
                 self._held_bytes -= block.kv_bytes
                 self._reserved_bytes += block.kv_bytes
             block.gaps = [(0, block.kv_bytes)]
-            return True
 
     def adopt_shared(
         self,

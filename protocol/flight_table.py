@@ -11,10 +11,12 @@ from kvcomm_p2p.protocol.events import DropBlock, Effect, FoundBlock, MissedBloc
 from kvcomm_p2p.protocol.flights import Fetch, Flight, FlightKey, PullState
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
-from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, CancelPull
+from kvcomm_p2p.protocol.messages import BLOCK_BYTES_MAX, PULL_BLOCKS_MAX, CancelPull
 from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
+
+SHARED_PIECE_BYTES_MAX = PULL_BLOCKS_MAX * BLOCK_BYTES_MAX
 
 
 class FlightTable:
@@ -65,7 +67,9 @@ class FlightTable:
                     if free[holder] <= 0:
                         continue
                     free[holder] -= 1
-                    pull, room = self.open(holder, [], now), self._config.pull_piece_bytes
+                    pull = self.open(holder, [], now)
+                    # What stands in shared memory costs its holder nothing: no need to take turns.
+                    room = self._config.pull_piece_bytes if not pull.shared else SHARED_PIECE_BYTES_MAX
                     fresh.append(pull)
                 open_pulls[slot] = pull, room - flight.want.kv_bytes
                 pull.flights.append(flight)

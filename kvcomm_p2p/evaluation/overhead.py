@@ -154,10 +154,11 @@ class SlowDriver:
         blocks: Sequence[tuple[BlockKey, int, bytes]],
         deadline_s: float,
         stall_s: float = math.inf,
+        **more: Any,
     ) -> FetchResult:
         """As `Driver.fetch`."""
         arrival = self._link.arrival(sum(kv_bytes for _, kv_bytes, _ in blocks), time.perf_counter())
-        result = await self._driver.fetch(holder, blocks, deadline_s, stall_s)
+        result = await self._driver.fetch(holder, blocks, deadline_s, stall_s, **more)
         await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
         return result
 

@@ -7,8 +7,8 @@ virtual time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,13 +54,15 @@ SKETCHED_BELOW = 0.5
 class FoundDonors:
     """Donors with token ids. `details` holds, per (holder, anchor), ids and block digests as a peer stated them.
 
-    `dropped`: holders (or None for the whole lookup) that yielded nothing, and why.
+    `dropped`: holders (or None for the whole lookup) that yielded nothing, and why. `holders`: peers that have an anchor,
+    whoever was chosen as its donor, nearest first.
     """
 
     donors: tuple[Donor, ...]
     details: dict[tuple[NodeId, AnchorId], AnchorTokens]
     dropped: tuple[tuple[NodeId | None, Miss], ...]
     wait_lost_s: float
+    holders: Mapping[AnchorId, tuple[NodeId, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,11 @@ class Finding:
             dropped.append((None, Miss(result.miss)))
         elif not donors and not dropped:
             dropped.append((None, Miss(MissReason.NOT_FOUND)))
-        return FoundDonors(tuple(donors), details, tuple(dropped), lost)
+        holders: dict[AnchorId, tuple[NodeId, ...]] = {}
+        for hit in result.hits:
+            if hit.holder != self._me and hit.holder not in failed:
+                holders[hit.meta.anchor_id] = (*holders.get(hit.meta.anchor_id, ()), hit.holder)
+        return FoundDonors(tuple(donors), details, tuple(dropped), lost, holders)
 
     def _token_ids(
         self, holder: NodeId, anchor: AnchorMeta, details: dict[tuple[NodeId, AnchorId], AnchorTokens]

@@ -29,6 +29,9 @@ DEADLINE_MIN_S = 2.0
 GROUP_BLOCKS = 16
 """Blocks per fetch: small enough that aligning one group hides behind pulling the next, large enough to keep the link busy."""
 
+BUSY_SHARE = 0.5
+"""A holder that is busy is waited for as long as this share of what recomputing the wanted tokens would take."""
+
 WAIT_LOST_MAX_S = 0.24
 """What one request may lose in all by waiting for peers that do not deliver: token ids and blocks together (promised: 0.25)."""
 
@@ -127,10 +130,12 @@ class Puller:
         """Everything that is wanted of one holder, in groups, each handed on when it is whole."""
         kv_bytes = sum(anchor.block_bytes(index) for anchor, index in wants.values())
         deadline_s = max(DEADLINE_MIN_S, DEADLINE_FACTOR * pull_s(costs, kv_bytes))
+        tokens = sum(anchor.block_tokens(index) for anchor, index in wants.values())
+        busy_s = BUSY_SHARE * (costs.forward_s + tokens * costs.token_s)
 
         async def fetch(keys: list[BlockKey]) -> None:
             group = {key: wants[key] for key in keys}
-            came = await self._fetch(holder, group, found, deadline_s, pulled)
+            came = await self._fetch(holder, group, found, deadline_s, busy_s, pulled)
             if came:
                 await on_blocks(came)
 
@@ -144,6 +149,7 @@ class Puller:
         wants: dict[BlockKey, tuple[AnchorMeta, int]],
         found: FoundDonors,
         deadline_s: float,
+        busy_s: float,
         pulled: Pulled,
     ) -> dict[BlockKey, memoryview]:
         asked = [
@@ -151,7 +157,17 @@ class Puller:
             for key, (anchor, index) in wants.items()
         ]
         stall_s = max(WAIT_LOST_MAX_S - found.wait_lost_s, 0.0)
-        result = await self._driver.fetch(holder, asked, deadline_s, stall_s)
+        anchors = {anchor.anchor_id: anchor for anchor, _ in wants.values()}
+        others = dict.fromkeys(peer for key in anchors for peer in found.holders.get(key, ()) if peer != holder)
+        result = await self._driver.fetch(
+            holder,
+            asked,
+            deadline_s,
+            stall_s,
+            others=tuple(others),
+            busy_s=busy_s,
+            anchors=tuple(anchors.values()),
+        )
         came: dict[BlockKey, memoryview] = {}
         pulled.failed.update(result.missed)
         pulled.wait_lost_s = max(pulled.wait_lost_s, result.wait_lost_s)

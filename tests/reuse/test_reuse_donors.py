@@ -75,7 +75,10 @@ class FakeDriver:
             return TokensResult(answer, self.lost_s)
         return TokensResult(AnchorTokens(anchor, holder, answer, (b"d" * 32,) * anchor.blocks), self.lost_s)
 
-    async def fetch(self, holder: NodeId, blocks: Sequence[Any], deadline_s: float, stall_s: float) -> FetchResult:
+    async def fetch(
+        self, holder: NodeId, blocks: Sequence[Any], deadline_s: float, stall_s: float, **more: Any
+    ) -> FetchResult:
+        self.fetched_with = more
         assert deadline_s > 0 and stall_s >= 0 and self.fetching is not None
         return await self.fetching(holder, blocks)
 
