@@ -22,6 +22,9 @@ CHURN_S = 10.0
 """How long a pool counts as one that evicts after it did."""
 
 WRITES_PER_S = 200.0
+WRITES_TOGETHER = 10.0
+"""Where the rate limits, so many are written at a time."""
+
 WRITES_BURST = 4096.0
 """Log entries written at once at most: what a pool holds when it comes back from disk should not have to wait long."""
 
@@ -74,7 +77,7 @@ class Announcer:
         self.due_at = math.inf
         if len(self):
             first = now if self._deletions else min(ready_at for _, ready_at in self._puts.values())
-            self.due_at = max(first, self._writes.ready_at(1.0, now))
+            self.due_at = max(first, self._writes.ready_at(WRITES_TOGETHER, now))
 
     def start_again(self) -> None:
         """The log begins anew, in a higher epoch: what it listed is put again by whoever renews it."""

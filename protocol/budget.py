@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+ROUNDING_S = 1e-6
+
 
 class Budget:
     """`left(now)` bytes may be spent; it grows by `per_s` each second up to `burst`. Spending more makes a debt."""
@@ -24,5 +26,6 @@ class Budget:
         self._left = self.left(now) - amount
 
     def ready_at(self, amount: float, now: float) -> float:
-        """When `amount` (at most the burst) may be spent."""
-        return now + max(0.0, amount - self.left(now)) / self._per_s
+        """When `amount` (at most the burst) may be spent; a little later, so that rounding does not make it too early."""
+        missing = amount - self.left(now)
+        return now if missing <= 0 else now + missing / self._per_s + ROUNDING_S

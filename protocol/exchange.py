@@ -303,7 +303,7 @@ class Exchange:
         effects: list[Effect] = []
         lacking: list[_Lack] = []
         for delta in message.deltas:
-            effects += self._apply(sender, delta, now, lacking, asked=message.answer)
+            effects += self._apply(sender, delta, now, lacking, message.fresh)
         if not message.answer:
             return effects + self._ask(lacking, now)
         for origin in self._wants.drop(sender):
@@ -352,7 +352,7 @@ class Exchange:
             self._replicas.learn_floor(entry)
         return self._carry_out(changes)
 
-    def _apply(self, sender: NodeId, delta: OriginDelta, now: float, lacking: list[_Lack], asked: bool) -> list[Effect]:
+    def _apply(self, sender: NodeId, delta: OriginDelta, now: float, lacking: list[_Lack], fresh: bool) -> list[Effect]:
         effects: list[Effect] = []
         if delta.member is not None:
             effects += self._carry_out(self._members.learn(delta.member, delta.incarnation, now))
@@ -369,7 +369,7 @@ class Exchange:
         if change is not None:
             self.change_directory(origin, change)
         mine = self._replicas.have(origin, delta.epoch).max_seq
-        if verdict is Verdict.APPLIED and not asked:
+        if verdict is Verdict.APPLIED and fresh:
             self.news.add(origin, known, now)
         via = self._members.get(sender)
         if via is not None and verdict is not Verdict.REFUSED and (delta.log_seq > mine or verdict is Verdict.DIVERGED):

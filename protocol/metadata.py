@@ -15,6 +15,7 @@ from kvcomm_p2p.protocol.exchange import Exchange
 from kvcomm_p2p.protocol.gossip import LogChange, Replicas, Verdict
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.membership import Membership, Peer
+from kvcomm_p2p.protocol.messages import Ack
 from kvcomm_p2p.protocol.news import NEWS_FANOUT
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import PoolChange
@@ -112,14 +113,15 @@ class Metadata:
 
     def _tell(self, now: float) -> list[Effect]:
         alive = self._members.alive()
-        message, size = self._exchange.news.take(now)
-        if message is None or not self._exchange.supply.affords(size, NEWS_FANOUT, now):
+        deltas, size = self._exchange.news.take(now)
+        if not deltas or not self._exchange.supply.affords(size, NEWS_FANOUT, now):
             return []
-        chosen = self._rng.sample(alive, min(NEWS_FANOUT, len(alive)))
         effects: list[Effect] = []
-        for peer in chosen:
-            effects += [] if peer.introduced else [self._introduce(peer)]
-            effects.append(SendMessage(peer.node_id, peer.record.control, message))
+        for peer in self._rng.sample(alive, min(NEWS_FANOUT, len(alive))):
+            told = tuple(delta for delta in deltas if delta.node_id != peer.node_id)
+            if told:
+                effects += [] if peer.introduced else [self._introduce(peer)]
+                effects.append(SendMessage(peer.node_id, peer.record.control, Ack(told, fresh=True)))
         return effects
 
     def head_signed(self, event: HeadSigned, now: float) -> list[Effect]:

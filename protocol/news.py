@@ -7,7 +7,7 @@ import math
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.gossip import Have, Replicas
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import Ack, OriginDelta
+from kvcomm_p2p.protocol.messages import OriginDelta
 
 NEWS_FANOUT = 3
 """Peers that fresh news are told to."""
@@ -41,8 +41,8 @@ class FreshNews:
         if math.isinf(self._due_at):
             self._due_at = max(now + NEWS_DELAY_S, self._told_at + self._interval_s / 2)
 
-    def take(self, now: float) -> tuple[Ack | None, int]:
-        """The message to send to each of NEWS_FANOUT peers, and its bytes at most; None if nothing is left to tell."""
+    def take(self, now: float) -> tuple[tuple[OriginDelta, ...], int]:
+        """What to tell to each of NEWS_FANOUT peers, and its bytes at most."""
         fresh, self._fresh = self._fresh, {}
         self._due_at = math.inf
         self._told_at = now
@@ -56,4 +56,4 @@ class FreshNews:
             if cut is not None and cut.whole:
                 deltas.append(cut.delta)
                 used += cut.bytes
-        return (Ack(tuple(deltas)) if deltas else None), used
+        return tuple(deltas), used

@@ -59,12 +59,13 @@ class SynAck(Struct, frozen=True, array_like=True, tag=6):
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):
-    """News: of what you lack, or fresh ones. `answer`: this is all that I send of what you wanted last; `more`: there
-    was no room for the rest, ask again."""
+    """News. `answer`: this is all that I send of what you wanted last; `more`: there was no room for the rest, ask again;
+    `fresh`: they have just been written or told to me, tell them on."""
 
     deltas: Annotated[tuple[OriginDelta, ...], Meta(max_length=DELTAS_MAX)]
     answer: bool = False
     more: bool = False
+    fresh: bool = False
 
 
 class Want(Struct, frozen=True, array_like=True, tag=27):

@@ -145,7 +145,7 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
     st.builds(m.Bye, counter),
     st.builds(m.Syn, hash8, hash8),
     st.builds(m.SynAck, digests, st.booleans()),
-    st.builds(m.Ack, deltas, st.booleans(), st.booleans()),
+    st.builds(m.Ack, deltas, st.booleans(), st.booleans(), st.booleans()),
     st.builds(m.Want, digests.filter(bool)),
     st.builds(m.Buckets, hash8, st.binary(min_size=256, max_size=256)),
     st.builds(m.Dense, hash8, hash8, st.binary(max_size=600).map(lambda raw: raw[: len(raw) // 6 * 6]), st.booleans()),

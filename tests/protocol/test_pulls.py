@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
@@ -16,7 +17,6 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, Miss, MissReason, 
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.node import Node
-from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
 
 PEER, OTHER = record(1), record(2)
 DOC = meta("doc")

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from protocol_harness import make_node, meta, record, wants
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import BlockHandle
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
-from protocol_harness import make_node, meta, record, wants
 
 PEERS = [record(1), record(2)]
 ANCHORS = [meta(label) for label in range(3)]

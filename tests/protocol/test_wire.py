@@ -42,7 +42,7 @@ SAMPLES: dict[str, m.Message] = {
     "syn": m.Syn(b"viewhash", b"logsnow."),
     "syn_ack": m.SynAck((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2, m.Status.SUSPECT, b"listed.."),), True),
     "ack": m.Ack((log_news(MEMBER, 9, (PUT, LATER_PUT), reset=True, gc_floor=2, **HEAD),), True, True),
-    "news": m.Ack((log_news(MEMBER, 9, (PUT, m.Del(8, ANCHOR)), from_seq=6, member=None),)),
+    "news": m.Ack((log_news(MEMBER, 9, (PUT, m.Del(8, ANCHOR)), from_seq=6, member=None),), fresh=True),
     "want": m.Want((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
     "buckets": m.Buckets(b"roster..", bytes(range(256))),
     "dense": m.Dense(b"roster..", b"\xff" * 8, bytes(range(12)), True),
