@@ -200,6 +200,8 @@ def _penalties(node: Node) -> _Found:
 
 
 def _lag(node: Node, later: Node) -> _Found:
+    if later["stats"]["sharded"]:
+        return  # logs are not followed then
     before = {peer["node_id"]: peer for peer in node["peers"]}
     for peer in later["peers"]:
         if peer["state"] != "alive":
@@ -224,7 +226,7 @@ def _visibility(node: Node, others: Sequence[Node]) -> _Found:
     rows = {peer["node_id"]: peer for peer in node["peers"]}
     for other in others:
         peer = rows.get(other["node_id"])
-        if peer is None or peer["state"] != "alive" or peer["told_seq"] > peer["log_seq"]:
+        if peer is None or node["stats"]["sharded"] or peer["state"] != "alive" or peer["told_seq"] > peer["log_seq"]:
             continue
         hidden = other["stats"]["pool_anchors"] - peer["anchors"]
         if hidden > 0:
@@ -238,7 +240,10 @@ def _visibility(node: Node, others: Sequence[Node]) -> _Found:
 def _directory(node: Node) -> _Found:
     stats = node["stats"]
     alive = [peer for peer in node["peers"] if peer["state"] == "alive"]
-    if alive and not any(peer["anchors"] for peer in alive):
+    if stats["sharded"]:
+        text = "it keeps no full index of what peers hold, but asks the owners of shards of it: a lookup costs a round trip"
+        yield "note", text, "more memory for the index, if that is too slow: see the settings of the directory", ""
+    elif alive and not any(peer["anchors"] for peer in alive):
         yield (
             "note",
             "no peer has announced anything yet",
@@ -339,7 +344,7 @@ def _silent(node: Node, peer: Mapping[str, Any]) -> tuple[str, str]:
         return "it runs another model", "see model"
     if peer["penalty_s"] > 0:
         return f"it is not asked for another {duration(peer['penalty_s'])}", "see penalties"
-    if not peer["anchors"]:
+    if not peer["anchors"] and not node["stats"]["sharded"]:
         return "it has announced nothing", "have it prefill the text first"
     return f"none of its {peer['anchors']:,} anchors has a run of this prompt, or none that may be seen", REMEDIES[
         "not_found"

@@ -112,7 +112,6 @@ class Node:
         self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._onward, self._on_pool_change)
         self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
         self._counted = PeerStats(
-            lambda: self.me,
             lambda peer: self._members.get(peer) is not None,
             self._penalties.left_s,
             lambda: self._community.replicas.own.max_seq,
@@ -269,6 +268,7 @@ class Node:
             invalidated=self._custody.invalidated,
             sync_counts=tuple(self._counted.sync.counts),
             sync_sum_s=self._counted.sync.sum_s,
+            sharded=self._shards.mode.sharded,
             failed_probes=self._community.probes.failed,
             refutations=self._members.refutations,
             stalls=self._community.stalls,

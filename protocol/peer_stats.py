@@ -32,7 +32,6 @@ from kvcomm_p2p.protocol.events import (
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import (
     GetTokens,
-    MemberRecord,
     NoTokens,
     Ping,
     Pong,
@@ -99,17 +98,15 @@ class SyncTimes:
 
 
 class PeerStats:
-    """Counts by peer. `me` gives our own record as it is now; `is_known` says whether a node is a peer (strangers are not
+    """Counts by peer. `is_known` says whether a node is a peer (strangers are not
     counted), `penalty_left_s` how much longer it is not asked, `own_seq` how long our own log is."""
 
     def __init__(
         self,
-        me: Callable[[], MemberRecord],
         is_known: Callable[[NodeId], bool],
         penalty_left_s: Callable[[NodeId, float], float],
         own_seq: Callable[[], int],
     ) -> None:
-        self._me = me
         self._is_known = is_known
         self._penalty_left_s = penalty_left_s
         self._own_seq = own_seq

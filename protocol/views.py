@@ -14,8 +14,10 @@ from kvcomm_p2p.protocol.peer_stats import PeerCounts
 class PeerView:
     """A peer as this node sees it.
 
-    `state`: a value of `membership.PeerState`. `heard_age_s`: seconds since its incarnation last rose. `penalty_s`: seconds
-    for which it is not asked for anything because it failed to deliver. `log_seq`: how much of its log of anchors is here;
+    `state`: a value of `membership.PeerState`. `heard_age_s`: seconds since its incarnation last rose. `penalty_s`:
+    seconds
+    for which it is not asked for anything because it failed to deliver. `log_seq`: how much of its log of anchors is
+    here;
     `told_seq`: how long it said its log is; `known_seq`: how much of ours it said it knows. The rest as in
     `peer_stats.PeerCounts`.
     """
@@ -48,8 +50,11 @@ class PeerView:
 @dataclass(frozen=True, slots=True)
 class NodeStats:
     """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason.
-    `throttled`: requests of peers that were too many; `pull_counts`: see `Pulls`. `invalidated`: own anchors that were evicted, forgotten or replaced. `sync_counts`, `sync_sum_s`: see
-    `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly; `stalls`: how often we came late to our
+    `throttled`: requests of peers that were too many; `pull_counts`: see `Pulls`. `invalidated`: own anchors that
+    were evicted, forgotten or replaced. `sharded`: no full index is kept here,
+    owners of shards are asked. `sync_counts`, `sync_sum_s`: see
+    `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly; `stalls`: how often we came late to
+    our
     own timers; `local_trouble`: 0 (well) to 7, how much more patient that makes us now."""
 
     pool_bytes: int
@@ -75,6 +80,7 @@ class NodeStats:
     pull_counts: Mapping[str, int] = field(default_factory=dict)
     sync_counts: tuple[int, ...] = ()
     sync_sum_s: float = 0.0
+    sharded: bool = False
     failed_probes: int = 0
     refutations: int = 0
     stalls: int = 0

@@ -79,7 +79,7 @@ def test_busy_is_counted_at_both_ends() -> None:
 
 
 def test_blocks_in_shared_memory_count_once_they_are_taken() -> None:
-    stats = PeerStats(lambda: record(0), lambda peer: True, lambda peer, now: 0.0, lambda: 0)
+    stats = PeerStats(lambda peer: True, lambda peer, now: 0.0, lambda: 0)
     blocks = tuple(m.SharedBlock(index, 3, 4, 0, 256) for index in range(2))
     handles = [new_handle(), new_handle()]
     offered = [ev.AdoptShared(handle, 256, bytes(32), 7, block) for handle, block in zip(handles, blocks, strict=True)]
@@ -121,7 +121,7 @@ def test_times_until_peers_know_are_measured_by_one_clock() -> None:
 
 def test_strangers_are_not_counted_and_the_table_is_bounded() -> None:
     known: set[NodeId] = set()
-    stats = PeerStats(lambda: record(0), known.__contains__, lambda peer, now: 0.0, lambda: 0)
+    stats = PeerStats(known.__contains__, lambda peer, now: 0.0, lambda: 0)
     for index in range(1, 2 * PEERS_COUNTED_MAX):
         peer = record(index).node_id
         stats.violated(peer)
@@ -139,7 +139,7 @@ def test_strangers_are_not_counted_and_the_table_is_bounded() -> None:
 
 
 def test_who_is_forgotten_is_no_longer_counted() -> None:
-    stats = PeerStats(lambda: record(0), lambda peer: True, lambda peer, now: 0.0, lambda: 0)
+    stats = PeerStats(lambda peer: True, lambda peer, now: 0.0, lambda: 0)
     stats.violated(record(1).node_id)
     stats.forget(record(1).node_id)
     assert len(stats) == 0

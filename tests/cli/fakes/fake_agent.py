@@ -209,7 +209,7 @@ class Watch:
             "pool_bytes_max": 1 << 30,
             "misses": {},
             "wait_lost_s": 0.0,
-            "stats": dict.fromkeys(names, 0),
+            "stats": {**dict.fromkeys(names, 0), "sharded": False},
             "dropped": {},
             "lost": {},
             "unreachable": 0,
