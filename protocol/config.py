@@ -16,6 +16,7 @@ DELTA_BYTES_MAX_MAX = 128 * 1024
 """Digests of PEERS_MAX_MAX peers and a delta of this size still fit in one control frame together."""
 
 DIRECTORY_MODES = ("auto", "full", "sharded")
+_LENGTHS = {"cluster_id": CLUSTER_ID_BYTES, "erasing_key": ERASING_KEY_BYTES}
 
 _MAY_BE_ZERO = ("anchor_ttl_s", "upload_bytes_per_s_max")
 
@@ -156,6 +157,8 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         problems = self._bad_numbers()
+        if self.directory not in DIRECTORY_MODES:
+            problems.append(f"directory must be one of {', '.join(DIRECTORY_MODES)}, not {self.directory!r}")
         if all(
             isinstance(getattr(self, item.name), int | float | bytes) or item.name == "directory"
             for item in fields(self)
@@ -168,17 +171,11 @@ class NodeConfig:
         problems: list[str] = []
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name == "cluster_id":
-                if not isinstance(value, bytes) or len(value) != CLUSTER_ID_BYTES:
-                    problems.append(f"cluster_id must be {CLUSTER_ID_BYTES} bytes")
-            elif item.name == "erasing_key":
-                if not isinstance(value, bytes) or len(value) != ERASING_KEY_BYTES:
-                    problems.append(f"erasing_key must be {ERASING_KEY_BYTES} bytes")
-            elif item.name in _MAY_BE_ZERO and value == 0:
+            if item.name in _LENGTHS:
+                if not isinstance(value, bytes) or len(value) != _LENGTHS[item.name]:
+                    problems.append(f"{item.name} must be {_LENGTHS[item.name]} bytes")
+            elif item.name == "directory" or (item.name in _MAY_BE_ZERO and value == 0):
                 continue
-            elif item.name == "directory":
-                if value not in DIRECTORY_MODES:
-                    problems.append(f"directory must be one of {', '.join(DIRECTORY_MODES)}, not {value!r}")
             elif item.name == "require_signatures":
                 if not isinstance(value, bool):
                     problems.append(f"require_signatures must be true or false, not {value!r}")
