@@ -51,11 +51,10 @@ class PeerView:
 class NodeStats:
     """Gauges, and counters since the node began. `messages`: received, by type name; `misses`: blocks, by reason.
     `throttled`: requests of peers that were too many; `pull_counts`: see `Pulls`. `invalidated`: own anchors that
-    were evicted, forgotten or replaced. `sharded`: no full index is kept here,
-    owners of shards are asked. `sync_counts`, `sync_sum_s`: see
-    `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly; `stalls`: how often we came late to
-    our
-    own timers; `local_trouble`: 0 (well) to 7, how much more patient that makes us now."""
+    were evicted, forgotten or replaced. `sharded`: no full index is kept here, owners of shards are asked.
+    `sync_counts`, `sync_sum_s`: see `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly;
+    `stalls`: how often we came late to our own timers; `local_trouble`: 0 (well) to 7, how much more patient that
+    makes us now."""
 
     pool_bytes: int
     pool_anchors: int
