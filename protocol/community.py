@@ -92,6 +92,7 @@ class Community:
         self._save_at = now
         self._refuted = 0
         self._round_at = now + rng.random() * config.gossip_interval_s
+        self._look_at = now
         self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
 
     @property
@@ -294,6 +295,9 @@ class Community:
     def _recontact(self, now: float) -> list[Effect]:
         """Partitions merge because somebody asks a seed or a dead peer every now and then: each about once in
         `recontact_s`, one at a time. Cut off from everybody, there is no reason to be patient."""
+        if now < self._look_at and self.members.reachable():
+            return []
+        self._look_at = now + RECONTACT_S_MIN / 2
         reached = {peer.record.control for peer in self.members.reachable()}
         dead = {peer.record.control: peer.node_id for peer in self.members.dead()}
         seeds = [address for address in (*self._joining.seeds, *self._addresses) if address != self.me.control]
