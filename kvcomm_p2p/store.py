@@ -182,6 +182,7 @@ class BlockStore:
         with self._lock:
             kv_bytes = self._block(handle).kv_bytes
         region = self.shared.attach(pid, place.descriptor, place.file_id, place.offset + kv_bytes)
+        taken = False
         try:
             data = region.view[place.offset : place.offset + kv_bytes]
             if not verify(data):
@@ -193,10 +194,10 @@ class BlockStore:
                 self._held_bytes += kv_bytes - block.held_bytes
                 self._reserved_bytes -= kv_bytes - block.held_bytes
                 block.data, block.gaps = data, []
-                block.region, block.offset, region = region, place.offset, None
+                block.region, block.offset, taken = region, place.offset, True
             return True
         finally:
-            if region is not None:
+            if not taken:
                 self.shared.leave(region)
 
     def place(self, handle: BlockHandle) -> Place | None:
