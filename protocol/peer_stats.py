@@ -242,6 +242,7 @@ class PeerStats:
             counts.uploaded_bytes += effect.kv_bytes
 
     def _fetched(self, effect: FinishFetch, now: float) -> None:
+        """Of a fetch from several holders, what did not come is counted for the first: its digests were to be met."""
         holder = self._holders.pop((FinishFetch, effect.fetch_id), None)
         if holder is not None:
             self._missed(holder, [block.miss for block in effect.missed], now)

@@ -220,6 +220,7 @@ class Pulls:
         self._sharing.read(holder, ok, now)
         effects: list[Effect] = []
         if ok:
+            self.received_bytes += flight.want.kv_bytes
             self._penalties.forgive(holder)
             effects += self._table.deliver(flight, now)
         else:
