@@ -139,7 +139,11 @@ class Node:
             BlockUnavailable: self._uploads.unavailable,
             **self._community.metadata.on_event,
         }
-        self._on_message_type: dict[type, Callable[[NodeId, Any, float], list[Effect]]] = {
+        self._on_message_type = self._message_types()
+
+    def _message_types(self) -> dict[type, Callable[[NodeId, Any, float], list[Effect]]]:
+        """Who takes which message."""
+        return {
             Hello: self._community.hello,
             Welcome: self._community.welcome,
             Refused: lambda sender, message, now: self._community.refused(sender, message),
