@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +26,12 @@ import numpy as np
 
 from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.net.driver import Driver
+from kvcomm_p2p.net.gate import Gate, curve_keys
+from kvcomm_p2p.net.identity import Identity
 from kvcomm_p2p.net.interpreter import is_digest
 from kvcomm_p2p.net.keys import ClusterKeys
 from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
+from kvcomm_p2p.net.signatures import signed_record
 from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Visibility
@@ -61,6 +64,8 @@ def _touched(view: memoryview, digest: bytes) -> bool:
     return bool(np.frombuffer(view, dtype=np.uint8)[::PAGE_BYTES].sum() >= 0)
 
 
+ENCRYPTED = "pull, encrypted (CURVE), digests checked"
+
 WAYS: dict[str, tuple[Verify, bool]] = {
     "pull, digests not checked": (_unchecked, False),
     "pull, digests checked meanwhile": (is_digest, False),
@@ -82,6 +87,9 @@ def measure(runs: int = 15, seed: int = 0) -> Result:
             metric: pullers.enter_context(_puller(keys, address, verify, shared))
             for metric, (verify, shared) in WAYS.items()
         }
+        identity = Identity.new()
+        _, secure_address, _ = pullers.enter_context(_holder(keys, seed, identity))
+        ways[ENCRYPTED] = pullers.enter_context(_puller(keys, secure_address, is_digest, False, identity))
         for number, case in enumerate(CASES):
             seconds: dict[str, list[float]] = {metric: [] for metric in (PLAIN, DIGEST, *ways)}
             buffer = bytearray(sum(kv_bytes for _, kv_bytes, _ in wants[case]))
@@ -109,7 +117,7 @@ def _rows(case: str, seconds: dict[str, list[float]]) -> list[Row]:
     """Medians, and fastest turns, which other work on the machine disturbs least."""
     plain = seconds[PLAIN]
     rows = [_median(case, plain, PLAIN, None), _median(case, seconds[DIGEST], DIGEST, None)]
-    for metric in WAYS:
+    for metric in (*WAYS, ENCRYPTED):
         rows.append(_median(case, seconds[metric], metric, plain))
         fastest, base = min(seconds[metric]) * 1e3, min(plain) * 1e3
         rows.append(Row(case, f"{metric}, fastest", fastest, "ms", len(plain), None, base, base / fastest))
@@ -146,11 +154,12 @@ def _read_plain(stream: socket.socket, number: int, buffer: bytearray) -> float:
 
 
 @contextmanager
-def _puller(keys: ClusterKeys, address: str, verify: Verify, shared: bool) -> Iterator[Callable[[Wants], float]]:
+def _puller(
+    keys: ClusterKeys, address: str, verify: Verify, shared: bool, identity: Identity | None = None
+) -> Iterator[Callable[[Wants], float]]:
     store = BlockStore(SharedMemory() if shared else None)
-    driver = Driver(
-        _make_node("puller", host_tag(keys.content) if shared else b""), ZmqTransport(), store, keys, verify=verify
-    )
+    host = host_tag(keys.content) if shared else b""
+    driver = _driver("puller", host, store, keys, identity, verify)
     driver.start()
     try:
         driver.run(driver.join([address], 10.0)).result(15)
@@ -176,29 +185,41 @@ async def _peer(driver: Driver) -> NodeId:
     return holder
 
 
-def _make_node(name: str, host: bytes) -> Callable[[Addresses, float], Node]:
+def _driver(
+    name: str, host: bytes, store: BlockStore, keys: ClusterKeys, identity: Identity | None, verify: Verify = is_digest
+) -> Driver:
+    """With an identity: encrypted."""
+    gate = Gate(identity, required=identity is not None)
+    transport = ZmqTransport(curve=curve_keys(gate))
+    return Driver(_make_node(name, host, identity), transport, store, keys, verify=verify, gate=gate)
+
+
+def _make_node(name: str, host: bytes, identity: Identity | None) -> Callable[[Addresses, float], Node]:
     def make(addresses: Addresses, now: float) -> Node:
+        own = f"{name}-{os.urandom(4).hex()}" if name == "puller" else name
         me = MemberRecord(
-            node_id=NodeId(os.urandom(16)),
+            node_id=NodeId(os.urandom(16)) if identity is None else identity.public.node_id(own),
             epoch=1,
-            name=f"{name}-{os.urandom(4).hex()}" if name == "puller" else name,
+            name=own,
             model_id=ModelId(bytes(16)),
             control=addresses.control,
             bulk=addresses.bulk,
             host=host,
             capabilities=Capability.SHARED_MEMORY if host else 0,
         )
+        if identity is not None:
+            me = signed_record(identity, me)
         return Node(NodeConfig(), me=me, rng=random.Random(name), now=now)
 
     return make
 
 
 @contextmanager
-def _holder(keys: ClusterKeys, seed: int) -> Iterator[tuple[Connection, str, int]]:
+def _holder(keys: ClusterKeys, seed: int, identity: Identity | None = None) -> Iterator[tuple[Connection, str, int]]:
     """The other process; yields its pipe, control address and plain port."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_hold, args=(theirs, keys.seal, keys.content, seed), daemon=True)
+    process = context.Process(target=_hold, args=(theirs, keys.seal, keys.content, seed, identity), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -213,9 +234,9 @@ def _holder(keys: ClusterKeys, seed: int) -> Iterator[tuple[Connection, str, int
             process.kill()
 
 
-def _hold(pipe: Connection, seal: bytes, content: bytes, seed: int) -> None:
+def _hold(pipe: Connection, seal: bytes, content: bytes, seed: int, identity: Identity | None) -> None:
     store = BlockStore(SharedMemory())
-    driver = Driver(_make_node("holder", host_tag(content)), ZmqTransport(), store, ClusterKeys(seal, content))
+    driver = _driver("holder", host_tag(content), store, ClusterKeys(seal, content), identity)
     addresses = driver.start()
     with socket.create_server(("127.0.0.1", 0)) as server:
         rng = np.random.default_rng(seed)
@@ -226,6 +247,11 @@ def _hold(pipe: Connection, seal: bytes, content: bytes, seed: int) -> None:
         blocks = [
             [bytes(store.view(handle)) for anchor in anchors for handle in anchor.handles] for anchors in cases.values()
         ]
+        if identity is not None:  # nobody reads what this one holds but pullers
+            with suppress(EOFError):
+                pipe.recv()
+            driver.stop()
+            return
         stream, _ = server.accept()
         with stream:
             while number := stream.recv(1):
