@@ -267,12 +267,13 @@ def test_two_halves_that_meet_again_know_each_others_anchors() -> None:
     network.fault = lambda source, target, message: [0.001] if (source in left) == (target in left) else []
     network.run(40.0)
     for at, node_id in enumerate(ids):
-        more = anchors_of("apart", at, 1)
-        held_by[node_id] += more
-        network.publish(node_id, *more)
-        assert (node_id, more[0].anchor_id) in pairs(
-            find(network, ids[(at + 1) % 8 + at // 8 * 8], by_chain(more[0]))
-        ) or network.run(1.0)
+        held_by[node_id] += anchors_of("apart", at, 1)
+        network.publish(node_id, held_by[node_id][-1])
+    network.run(1.0)
+    for at, node_id in enumerate(ids):
+        neighbour = ids[(at + 1) % 8 + at // 8 * 8]
+        anchor = held_by[node_id][-1]
+        assert (node_id, anchor.anchor_id) in pairs(find(network, neighbour, by_chain(anchor)))
     network.fault = lambda source, target, message: [0.001]
     everybody_knows_within = network.now + 60.0
     while network.now < everybody_knows_within and any(n.stats().peers_alive < 15 for n in network.nodes.values()):
