@@ -243,6 +243,7 @@ class Replicas:
         whole = len(taken) == len(news)
         if not taken and not whole and member is None:
             return None
+        head = self._head(log)
         delta = OriginDelta(
             node_id=origin,
             epoch=log.epoch,
@@ -252,18 +253,18 @@ class Replicas:
             gc_floor=log.gc_floor,
             entries=tuple(taken),
             log_seq=max(log.max_seq, log.whole_from),
-            **self._head_fields(log),
+            head_seq=head.seq,
+            head_digest=head.digest.to_bytes(HASH_BYTES, "little"),
+            head_signature=head.signature,
             member=member,
             incarnation=incarnation,
         )
         return Cut(delta, used, whole)
 
-    def _head_fields(self, log: OriginLog) -> dict[str, int | bytes]:
-        head = log.head
-        if log is self.own and not head.signature:
-            head = Head(log.max_seq, log.set_digest)
-        digest = head.digest.to_bytes(HASH_BYTES, "little")
-        return {"head_seq": head.seq, "head_digest": digest, "head_signature": head.signature}
+    def _head(self, log: OriginLog) -> Head:
+        """The writer's latest word, as far as it is known here; our own is always up to date."""
+        unsigned = log is self.own and not log.head.signature
+        return Head(log.max_seq, log.set_digest) if unsigned else log.head
 
     def introduction(self, member: MemberRecord, incarnation: int, room: int, entries_room: int) -> Cut | None:
         """A member for somebody who does not know it, with as much of its log as there is room for."""
