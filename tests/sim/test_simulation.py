@@ -130,7 +130,8 @@ def test_crashes_freezes_and_returns_cost_no_answer_of_others() -> None:
     )
     answered = {outcome.agent for outcome in observed.outcomes}
     assert {0, 1, 5} <= answered
-    assert max(outcome.wait_lost_s for outcome in observed.outcomes) <= 0.25
+    others = [outcome for outcome in observed.outcomes if outcome.agent != 3]  # who is frozen itself loses that time
+    assert max(outcome.wait_lost_s for outcome in others) <= 0.25
     simulation.world.run(30.0)
     assert differences(simulation.world) == []
 
