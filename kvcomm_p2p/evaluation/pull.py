@@ -248,7 +248,7 @@ def _hold(pipe: Connection, seal: bytes, content: bytes, seed: int, identity: Id
             [bytes(store.view(handle)) for anchor in anchors for handle in anchor.handles] for anchors in cases.values()
         ]
         if identity is not None:  # nobody reads what this one holds but pullers
-            with suppress(EOFError):
+            with suppress(EOFError, OSError):
                 pipe.recv()
             driver.stop()
             return
