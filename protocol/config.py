@@ -103,7 +103,7 @@ class NodeConfig:
     credit_bytes: int = 16 * MIB
     """Bytes of one pull that may be on the way. Larger: better use of slow links, more memory at both ends."""
 
-    pull_piece_bytes: int = 4 * MIB
+    pull_piece_bytes: int = 2 * MIB
     """Bytes of blocks asked for in one pull (at least one block). Larger: fewer messages; smaller: a holder that many want
     can be left sooner for peers that have the piece already."""
 

@@ -43,6 +43,8 @@ def leave(pull: PullState) -> None:
     assert rival is not None
     inherited = rival.owed
     pull.rival = rival.rival = None
+    if pull.hedge:
+        rival.hedged = False  # there may be somebody else to ask
     rival.hedge = False
     if inherited and inherited[0].pull is pull:
         for flight in inherited:

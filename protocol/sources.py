@@ -96,8 +96,10 @@ class Sources:
         """A fetch that has lost all it may lose asks nobody: it would give up before an answer could come."""
         if flight.leader.patience_s(self._config, now) > ROUNDING_S:
             return None
-        failed = tuple(flight.failed_at.values())
-        return failed[0] if failed else Miss(MissReason.STALLED, "the request has lost what it may lose by waiting")
+        for holder in (*flight.leader.event.holders, *flight.failed_at):
+            if holder in flight.failed_at:
+                return flight.failed_at[holder]
+        return Miss(MissReason.STALLED, "the request has lost what it may lose by waiting")
 
     def _refusal(self, flight: Flight, holder: NodeId, now: float) -> Miss | None:
         """Why the leader does not ask this holder for this block, None if it may."""

@@ -1,0 +1,197 @@
+"""Stories of pulls from several holders: failing over, racing, resuming, and bytes that do not fit together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from protocol_harness import block_bytes, joined, meta, record, wants
+from test_pulls import BLOCK, DOC, OTHER, PEER, chunk, hello, of, pull_ids, puller, reasons, request, sent
+
+from kvcomm_p2p.protocol import events as ev
+from kvcomm_p2p.protocol import messages as m
+from kvcomm_p2p.protocol.anchors import MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.ids import NodeId
+
+THIRD = record(3)
+STALL_S = NodeConfig().pull_stall_timeout_s
+
+
+def asked(effects: list[ev.Effect]) -> list[tuple[NodeId | None, m.Pull]]:
+    return [(e.to, e.message) for e in of(effects, ev.SendMessage) if isinstance(e.message, m.Pull)]
+
+
+def failed(pull_id: int, reason: m.PullFailedReason, ordinal: int | None = None, **more: Any) -> m.PullFailed:
+    return m.PullFailed(pull_id, ordinal, reason, **more)
+
+
+def penalised(node: Any) -> list[str]:
+    return sorted(peer.name for peer in node.peers() if peer.penalty_s > 0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.PeerUnreachable(PEER.node_id),
+        ev.MessageReceived(PEER.node_id, m.Bye(1)),
+        ev.MessageReceived(PEER.node_id, failed(1, m.PullFailedReason.NOT_FOUND)),
+        ev.MessageReceived(PEER.node_id, failed(1, m.PullFailedReason.BUSY)),
+        chunk(1, 1, 8, 8),
+    ],
+)
+def test_what_a_holder_does_not_deliver_is_asked_of_the_next(event: ev.Event) -> None:
+    node, fetch = puller(), request(others=(OTHER.node_id,))
+    node.handle(fetch, 1.0)
+    ((to, pull),) = asked(node.handle(event, 1.01))
+    assert to == OTHER.node_id and [block.index for block in pull.blocks] == [0, 1]
+    for ordinal in (0, 1):
+        node.handle(chunk(pull.pull_id, ordinal, sender=OTHER.node_id), 1.02)
+    effects = [e for want in fetch.wants for e in node.handle(ev.BlockVerified(want.handle, True), 1.03)]
+    (finish,) = of(effects, ev.FinishFetch)
+    assert len(finish.found) == 2 and finish.wait_lost_s <= 0.01 + 1e-9
+
+
+def test_the_last_holder_that_fails_leaves_the_first_ones_reason() -> None:
+    node = puller()
+    node.handle(request(others=(OTHER.node_id,)), 1.0)
+    ((_, second),) = asked(node.handle(ev.PeerUnreachable(PEER.node_id), 1.01))
+    gone = ev.MessageReceived(OTHER.node_id, failed(second.pull_id, m.PullFailedReason.NOT_FOUND))
+    (finish,) = of(node.handle(gone, 1.02), ev.FinishFetch)
+    assert reasons(finish) == [MissReason.UNREACHABLE] * 2 and finish.wait_lost_s == pytest.approx(0.01)
+
+
+def test_a_pull_that_was_cut_goes_on_at_another_holder_where_it_stopped() -> None:
+    node, fetch = puller(), request(others=(OTHER.node_id,))
+    node.handle(fetch, 1.0)
+    node.handle(chunk(1, 0, 0, 100), 1.01)
+    ((to, pull),) = asked(node.handle(ev.PeerUnreachable(PEER.node_id), 1.02))
+    assert to == OTHER.node_id
+    assert pull.blocks == (m.PullBlock(DOC.anchor_id, 0, BLOCK, 100), m.PullBlock(DOC.anchor_id, 1, BLOCK))
+    effects = node.handle(chunk(2, 0, 100, BLOCK - 100, sender=OTHER.node_id), 1.03)
+    first = fetch.wants[0]
+    assert of(effects, ev.StoreChunk) == [ev.StoreChunk(first.handle, 100, BLOCK - 100, BLOCK)]
+    assert of(effects, ev.VerifyBlock) == [ev.VerifyBlock(first.handle, first.digest)]
+
+
+def test_silence_for_half_of_the_patience_brings_in_another_holder_and_the_first_byte_wins() -> None:
+    node = puller()
+    node.handle(request(others=(OTHER.node_id,)), 1.0)
+    assert node.next_deadline() <= 1.0 + STALL_S / 2
+    assert not asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2 - 0.001))
+    ((to, later),) = asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2))
+    assert to == OTHER.node_id and later.blocks == (
+        m.PullBlock(DOC.anchor_id, 0, BLOCK),
+        m.PullBlock(DOC.anchor_id, 1, BLOCK),
+    )
+    effects = node.handle(chunk(later.pull_id, 0, sender=OTHER.node_id), 1.12)
+    assert next((e.to, e.message) for e in of(effects, ev.SendMessage)) == (PEER.node_id, m.CancelPull(1))
+    assert node.handle(chunk(1, 0), 1.13) == [] and node.stats().unasked_chunks == 1
+    assert penalised(node) == ["node1"] and node.stats().pull_counts["hedge_won"] == 1
+
+
+def test_the_first_holder_wins_with_any_sign_of_life() -> None:
+    node = puller()
+    node.handle(request(others=(OTHER.node_id,)), 1.0)
+    ((_, later),) = asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2))
+    effects = node.handle(chunk(1, 0, 0, 8), 1.11)
+    assert (OTHER.node_id, m.CancelPull(later.pull_id)) in [(e.to, e.message) for e in of(effects, ev.SendMessage)]
+    assert node.handle(chunk(later.pull_id, 0, sender=OTHER.node_id), 1.12) == []
+    assert penalised(node) == [] and node.stats().pulls == 1
+
+
+def test_a_race_is_lost_by_both_in_the_time_of_one_stall() -> None:
+    node, fetch = puller(), request(others=(OTHER.node_id,))
+    node.handle(fetch, 1.0)
+    node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2)
+    effects = node.handle(ev.TimerExpired(), 1.0 + STALL_S)
+    (finish,) = of(effects, ev.FinishFetch)
+    assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(STALL_S)
+    assert len(sent(effects, m.CancelPull)) == 2 and penalised(node) == ["node1"]
+
+
+@pytest.mark.parametrize("winner_fails", [True, False])
+def test_when_one_of_a_race_refuses_the_other_goes_on(winner_fails: bool) -> None:
+    node = puller()
+    node.handle(request(others=(OTHER.node_id,)), 1.0)
+    ((_, later),) = asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2))
+    refusing, pull_id = (PEER, 1) if winner_fails else (OTHER, later.pull_id)
+    other, other_id = (OTHER, later.pull_id) if winner_fails else (PEER, 1)
+    gone = failed(pull_id, m.PullFailedReason.NOT_FOUND)
+    assert node.handle(ev.MessageReceived(refusing.node_id, gone), 1.11) == []
+    (stored,) = of(node.handle(chunk(other_id, 0, 0, 8, sender=other.node_id), 1.12), ev.StoreChunk)
+    assert stored.offset == 0
+
+
+def test_a_frozen_holder_costs_its_patience_once_whoever_comes_next() -> None:
+    network, ids = joined(4)
+    network.publish(ids[0], DOC)
+    network.publish(ids[2], DOC)
+    network.frozen.add(ids[0])
+    network.fetch(ids[1], 1, ids[0], DOC, others=(ids[3], ids[2]))  # the second does not have it
+    network.run(1.0)
+    (finish,) = network.take(ids[1], ev.FinishFetch)
+    assert len(finish.found) == 2 and finish.wait_lost_s <= 0.25
+    for block in finish.found:
+        assert bytes(network.stores[ids[1]][block.handle]) == block_bytes(DOC, block.key.index)
+
+
+def test_another_copy_with_other_bytes_is_a_miss_there_and_no_fault() -> None:
+    node, fetch = puller(), request(others=(OTHER.node_id,))
+    node.handle(fetch, 1.0)
+    ((_, second),) = asked(node.handle(ev.PeerUnreachable(PEER.node_id), 1.01))
+    node.handle(chunk(second.pull_id, 0, sender=OTHER.node_id), 1.02)
+    effects = node.handle(ev.BlockVerified(fetch.wants[0].handle, False), 1.03)
+    (finish,) = of(effects, ev.FinishFetch)
+    assert len(finish.missed) == 2 and not of(effects, ev.ReportPeer) and penalised(node) == []
+
+
+def test_bytes_of_two_holders_that_do_not_fit_are_fetched_anew_from_one_once() -> None:
+    node, fetch = puller(), request(others=(OTHER.node_id, THIRD.node_id))
+    node.handle(hello(THIRD), 0.0)
+    handle = fetch.wants[0].handle
+    node.handle(fetch, 1.0)
+    node.handle(chunk(1, 0, 0, 100), 1.01)
+    node.handle(ev.PeerUnreachable(PEER.node_id), 1.02)
+    node.handle(chunk(2, 0, 100, BLOCK - 100, sender=OTHER.node_id), 1.03)
+    effects = node.handle(ev.BlockVerified(handle, False), 1.04)
+    assert of(effects, ev.ResetBlock) == [ev.ResetBlock(handle)] and not of(effects, ev.DropBlock)
+    ((to, anew),) = asked(effects)
+    assert to == OTHER.node_id and anew.blocks == (m.PullBlock(DOC.anchor_id, 0, BLOCK),)
+    node.handle(chunk(anew.pull_id, 0, 0, 100, sender=OTHER.node_id), 1.05)
+    effects = node.handle(ev.PeerUnreachable(OTHER.node_id), 1.06)
+    assert of(effects, ev.DropBlock)[0].handle == handle, "a second mixture is not tried"
+    assert [block.index for _, pull in asked(effects) for block in pull.blocks] == [1]
+
+
+def test_a_busy_holder_names_peers_and_the_living_are_asked_at_once() -> None:
+    node = puller()
+    node.handle(request(), 1.0)
+    busy = failed(1, m.PullFailedReason.BUSY, retry_after_s=0.04, referrals=(THIRD.node_id, OTHER.node_id))
+    ((to, pull),) = asked(node.handle(ev.MessageReceived(PEER.node_id, busy), 1.01))
+    assert to == OTHER.node_id, "the third is not known to live"
+    gone = ev.MessageReceived(OTHER.node_id, failed(pull.pull_id, m.PullFailedReason.NOT_FOUND))
+    assert not asked(node.handle(gone, 1.02)), "the holder is not asked again before it wants to be"
+    assert [to for to, _ in asked(node.handle(ev.TimerExpired(), 1.051))] == [PEER.node_id]
+
+
+def test_a_large_fetch_is_asked_for_in_pieces_and_each_block_once() -> None:
+    long = meta("long", tokens=512)
+    node = puller(NodeConfig(pull_piece_bytes=4 * BLOCK))
+    fetch = ev.FetchRequested(1, (PEER.node_id,), wants(long), 5.0)
+    pulls = sent(node.handle(fetch, 1.0), m.Pull)
+    assert [len(pull.blocks) for pull in pulls] == [4, 4], "two at a time"
+    seen = []
+    while pulls:
+        pull = pulls.pop(0)
+        for ordinal, block in enumerate(pull.blocks):
+            seen.append(block.index)
+            pulls += sent(node.handle(chunk(pull.pull_id, ordinal), 1.01), m.Pull)
+    assert sorted(seen) == list(range(16)) and seen != sorted(seen), "pieces come in random order"
+
+
+def test_pulls_per_peer_hold_for_hedges_too() -> None:
+    node = puller(NodeConfig(pulls_per_peer_max=1))
+    node.handle(request(1, holder=OTHER.node_id, anchor=meta("x")), 1.0)
+    node.handle(request(2, others=(OTHER.node_id,)), 1.0)
+    assert pull_ids(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2)) == []
