@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, SequenceId
 from kvcomm_p2p.protocol.lookup import Lookup
 from kvcomm_p2p.store import BlockStore
@@ -19,6 +19,8 @@ from kvcomm_p2p.store import BlockStore
 MODEL = ModelId(b"cluster-no-model")
 FINGERPRINTS = 21
 """As winnowing selects from 512 tokens on average."""
+
+DIGESTS_KEPT_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class AnchorMaker:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._small = store.put(bytes(BLOCK_TOKENS))
+        self._known: dict[tuple[int, Shape], tuple[bytes, ...]] = {}
         self._small_digest = hashlib.sha256(bytes(BLOCK_TOKENS)).digest()
 
     def make(self, number: int, shape: Shape) -> HeldAnchor:
@@ -105,10 +108,20 @@ class AnchorMaker:
         return HeldAnchor(describe(number, shape), token_ids(shape), handles, digests)
 
     def wants(self, number: int, shape: Shape) -> list[tuple[BlockKey, int, bytes]]:
-        """What `Driver.fetch` takes, for the whole anchor."""
+        """What `Driver.fetch` takes, for the whole anchor. Costs a moment for large ones the first time."""
         anchor_id = AnchorId(number.to_bytes(16, "big"))
+        return [(BlockKey(anchor_id, i), shape.block_kv_bytes, d) for i, d in enumerate(self._digests(number, shape))]
+
+    def pulled(self, number: int, shape: Shape, handles: tuple[BlockHandle, ...]) -> HeldAnchor:
+        """The anchor of blocks that were pulled; whoever publishes it takes over their references."""
+        return HeldAnchor(describe(number, shape), token_ids(shape), handles, self._digests(number, shape))
+
+    def _digests(self, number: int, shape: Shape) -> tuple[bytes, ...]:
         if shape == Shape():
-            digests = [self._small_digest] * shape.blocks
-        else:
-            digests = [hashlib.sha256(content(number, i, shape)).digest() for i in range(shape.blocks)]
-        return [(BlockKey(anchor_id, i), shape.block_kv_bytes, digest) for i, digest in enumerate(digests)]
+            return (self._small_digest,) * shape.blocks
+        if (number, shape) not in self._known:
+            if len(self._known) >= DIGESTS_KEPT_MAX:
+                self._known.clear()
+            digests = tuple(hashlib.sha256(content(number, index, shape)).digest() for index in range(shape.blocks))
+            self._known[number, shape] = digests
+        return self._known[number, shape]

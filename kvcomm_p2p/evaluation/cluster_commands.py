@@ -21,6 +21,7 @@ from kvcomm_p2p.evaluation.cluster_anchors import AnchorMaker, Shape, describe, 
 from kvcomm_p2p.evaluation.cluster_build import build
 from kvcomm_p2p.evaluation.process_use import process_use
 from kvcomm_p2p.net.driver import FetchResult
+from kvcomm_p2p.net.interpreter import is_digest
 from kvcomm_p2p.net.lossy_transport import Faults
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
@@ -53,7 +54,8 @@ class ClusterNode:
 
     async def do_publish(self, numbers: list[int], shape: dict[str, int] | None = None) -> dict[str, Any]:
         """`at`: right before the node was told."""
-        held = [self.anchors.make(number, Shape(**(shape or {}))) for number in numbers]
+        form = Shape(**(shape or {}))
+        held = await asyncio.to_thread(lambda: [self.anchors.make(number, form) for number in numbers])
         at = time.monotonic()
         await self.driver.publish(held)
         return {"at": at}
@@ -79,7 +81,7 @@ class ClusterNode:
         `right` says that the found blocks are the ones that were meant, `struck_at` is 0 if the signal was not sent.
         """
         form = Shape(**shape)
-        wants = self.anchors.wants(number, form)
+        wants = await asyncio.to_thread(self.anchors.wants, number, form)
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         struck = self._strike(**strike) if strike else (lambda: 0.0)
         started = time.monotonic()
@@ -221,16 +223,15 @@ class ClusterNode:
     # ---------------------------------------------------------------------------------------------------------- inside
 
     async def _take(self, number: int, form: Shape, result: FetchResult, publish: bool) -> bool:
-        whole = self.anchors.make(number, form)
-        right = all(
-            self.store.view(handle) == self.store.view(whole.handles[key.index]) for key, handle in result.found.items()
-        )
-        for handle in result.found.values():
-            self.store.drop(handle)
+        """Hold or let go of what was pulled; whether it is what was meant."""
+        wanted = dict(zip(range(form.blocks), await asyncio.to_thread(self.anchors.wants, number, form), strict=True))
+        views = [(self.store.view(handle), wanted[key.index][2]) for key, handle in result.found.items()]
+        right = await asyncio.to_thread(lambda: all(is_digest(view, digest) for view, digest in views))
         if publish:
-            await self.driver.publish([whole])
+            handles = tuple(result.found[key] for key, _, _ in wanted.values())
+            await self.driver.publish([self.anchors.pulled(number, form, handles)])
         else:
-            for handle in whole.handles:
+            for handle in result.found.values():
                 self.store.drop(handle)
         return right
 

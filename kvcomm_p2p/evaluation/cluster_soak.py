@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 import signal
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvcomm_p2p.errors import KVCommError
 from kvcomm_p2p.evaluation.cluster_processes import Answer, Cluster, NodeProcess
-from kvcomm_p2p.evaluation.process_use import shared_segments
 from kvcomm_p2p.evaluation.progress import Step
 from kvcomm_p2p.evaluation.results import Row
 
@@ -35,12 +36,11 @@ CONFIG = {
 WARM_UP_S = 300.0
 STABLE, CHURNING = 4, 4
 PULLS_AT_ONCE = 4
-SEGMENT_PREFIX = "kvcomm"
 
 
 @dataclass(slots=True)
 class Sample:
-    """Of all stable nodes together (`use`: sums) and of the machine, `at` seconds after the beginning."""
+    """Of all stable nodes together (`use`: sums), `at` seconds after the beginning."""
 
     at: float
     use: dict[str, float]
@@ -59,23 +59,31 @@ def soak(step: Step, *, minutes: float = 30.0, seed: int = 0) -> tuple[list[Row]
     all the time say what they use. Returns rows and what they were made of. Raises KVCommError if one of those nodes dies.
     """
     outcome = Soak()
-    with Cluster(seed=seed, config=CONFIG) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(seed=seed, config=CONFIG) as cluster:
         step("starting")
-        stable = cluster.grow(STABLE)
-        _Churn(cluster, stable, outcome, random.Random(seed)).run(minutes * 60, step)
+        churn = _Churn(cluster, Path(folder), outcome, random.Random(seed))
+        stable = churn.begin()
+        churn.run(minutes * 60, step)
         ends = [node.ask("stats") for node in stable]
     return _rows(minutes, outcome, ends), outcome
 
 
 class _Churn:
-    def __init__(self, cluster: Cluster, stable: list[NodeProcess], outcome: Soak, rng: random.Random) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, outcome: Soak, rng: random.Random) -> None:
         self._cluster = cluster
-        self._stable = stable
+        self._folder = folder
+        self._stable: list[NodeProcess] = []
         self._outcome = outcome
         self._rng = rng
         self._pulls: list[Future[Answer]] = []
         self._held: dict[int, NodeProcess] = {}
         self._next = 1
+
+    def begin(self) -> list[NodeProcess]:
+        """Start the nodes that stay; half of them share memory with whoever does."""
+        self._stable = [self._start(shared=number % 2 == 0) for number in range(STABLE)]
+        self._cluster.join(self._stable)
+        return self._stable
 
     def run(self, seconds: float, step: Step) -> None:
         began = time.monotonic()
@@ -104,8 +112,7 @@ class _Churn:
             stats = node.ask("stats")
             total.update(stats["use"])
             total.update({name: stats[name] for name in ("threads", "store_blocks", "store_bytes", "known", "anchors")})
-        segments = {name: size for name, size in shared_segments().items() if name.startswith(SEGMENT_PREFIX)}
-        return {**total, "segments": len(segments), "segment_bytes": sum(segments.values())}
+        return dict(total)
 
     def _publish(self) -> str:
         node = self._rng.choice(self._cluster.nodes)
@@ -147,7 +154,7 @@ class _Churn:
     def _replace(self) -> str:
         churning = [node for node in self._cluster.nodes if node not in self._stable]
         if len(churning) < CHURNING:
-            self._join({})
+            self._join(self._start(shared=self._rng.random() < 0.5))
             return "join"
         victim = self._rng.choice(churning)
         kind = self._rng.choice(("leave", "kill", "restart", "pause"))
@@ -163,19 +170,22 @@ class _Churn:
             victim.end()
         else:
             victim.kill()
-        self._join(_same_again(victim) if kind == "restart" else {})
+        if kind == "restart":  # with its state, at the same address
+            ports = [int(address.rpartition(":")[2]) for address in victim.addresses]
+            again = {name: victim.options[name] for name in ("name", "state_dir", "shared")}
+            self._join(*self._cluster.start(1, ports=ports, **again))
+        else:
+            self._join(self._start(shared=self._rng.random() < 0.5))
         return kind
 
-    def _join(self, options: dict[str, Any]) -> None:
-        (fresh,) = self._cluster.start(1, **options)
+    def _start(self, shared: bool) -> NodeProcess:
+        state_dir = self._folder / str(len(list(self._folder.iterdir())))
+        state_dir.mkdir(mode=0o700)
+        (fresh,) = self._cluster.start(1, shared=shared, state_dir=str(state_dir))
+        return fresh
+
+    def _join(self, fresh: NodeProcess) -> None:
         fresh.ask("join", seeds=[self._rng.choice(self._stable).control], timeout_s=10.0)
-
-
-def _same_again(node: NodeProcess) -> dict[str, Any]:
-    """Options for a node that comes back with its state: the same id at the same address in a higher epoch."""
-    ports = [int(address.rpartition(":")[2]) for address in node.addresses]
-    epoch = node.options.get("epoch", 1) + 1
-    return {"name": node.name, "node_id": node.node_id, "epoch": epoch, "ports": ports}
 
 
 def _rows(minutes: float, outcome: Soak, ends: list[Answer]) -> list[Row]:
@@ -185,8 +195,8 @@ def _rows(minutes: float, outcome: Soak, ends: list[Answer]) -> list[Row]:
         ("rss_bytes", "resident memory", "MB/h", 1e-6),
         ("descriptors", "descriptors", "1/h", 1.0),
         ("threads", "threads", "1/h", 1.0),
-        ("segments", "shared-memory segments of all", "1/h", STABLE),
-        ("segment_bytes", "shared memory of all", "MB/h", STABLE * 1e-6),
+        ("segments", "shared-memory segments", "1/h", 1.0),
+        ("shared_bytes", "shared memory", "MB/h", 1e-6),
     ):
         rows += _growth(title, what, unit, scale / STABLE, outcome.samples, key)
     for event, count in sorted(outcome.events.items()):
@@ -209,13 +219,12 @@ def _growth(title: str, what: str, unit: str, scale: float, samples: list[Sample
     error = float(np.sqrt(np.sum((values - slope * hours - level) ** 2) / (len(warm) - 2) / np.sum(spread**2)))
     fifth = max(1, len(warm) // 5)
     first, last = float(np.median(values[:fifth])), float(np.median(values[-fifth:]))
-    each = "" if what.endswith("of all") else " per node"
     interval = (float(slope) - 1.96 * error, float(slope) + 1.96 * error)
     return [
-        Row(title, f"{what}{each}, slope after warm-up", float(slope), unit, len(warm), interval),
+        Row(title, f"{what} per node, slope after warm-up", float(slope), unit, len(warm), interval),
         Row(
             title,
-            f"{what}{each}, end (baseline: after warm-up)",
+            f"{what} per node, end (baseline: after warm-up)",
             last,
             unit.partition("/")[0].strip("1"),
             fifth,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,18 +76,35 @@ def test_a_frozen_node_is_given_up_and_taken_back_when_it_wakes(cluster: Cluster
     check_health(cluster)
 
 
-def test_a_node_that_restarts_with_its_state_is_the_same_without_what_it_held(cluster: Cluster) -> None:
-    old = cluster.nodes[3]
+def test_a_node_that_restarts_with_its_state_is_the_same_without_what_it_held(cluster: Cluster, tmp_path: Path) -> None:
+    (old,) = cluster.grow(1, name="kept", state_dir=str(tmp_path))
+    old.ask("publish", numbers=[700])
+    soon(cluster.nodes, {700: ["kept"]})
     ports = [int(address.rpartition(":")[2]) for address in old.addresses]
     old.kill()
     cluster.forget(old)
-    (new,) = cluster.start(1, name="node3", node_id=old.node_id, epoch=2, ports=ports)
+    (new,) = cluster.start(1, name="kept", state_dir=str(tmp_path), ports=ports)
+    assert new.node_id == old.node_id
     new.ask("publish", numbers=[777])
     cluster.join([new])
-    cluster.all("wait", timeout_s=10, anchors=21, but=[new])
-    soon(cluster.nodes, {305: [], 777: ["node3"]})
+    soon(cluster.nodes, {700: [], 777: ["kept"], 105: ["node1"]})
     for node in cluster.nodes:
         assert [peer[1] for peer in node.ask("peers")["peers"]].count(old.node_id) == (node is not new)
+    check_health(cluster)
+
+
+def test_a_node_that_was_killed_finds_the_others_again_without_a_seed(cluster: Cluster, tmp_path: Path) -> None:
+    (old,) = cluster.grow(1, name="kept", state_dir=str(tmp_path))
+    deadline = time.monotonic() + 20
+    while not any('"127.0.0.1:' in path.read_text() for path in tmp_path.rglob("*.json")):
+        assert time.monotonic() < deadline, "the addresses of its peers were not kept"
+        time.sleep(0.1)
+    old.kill()
+    cluster.forget(old)
+    cluster.all("wait", timeout_s=15, alive=3)
+    (new,) = cluster.start(1, name="kept", state_dir=str(tmp_path))
+    cluster.all("wait", timeout_s=20, alive=4)
+    soon([new], {105: ["node1"], 305: ["node3"]})
     check_health(cluster)
 
 
