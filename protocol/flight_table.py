@@ -39,6 +39,7 @@ class FlightTable:
         self.flights: dict[FlightKey, Flight] = {}
         self.waiting: dict[FlightKey, Flight] = {}
         self.verifying: dict[BlockHandle, Flight] = {}
+        self.came_at: dict[NodeId, float] = {}
         self.misses: dict[MissReason, int] = {}
         self.counts: Counter[str] = Counter()
 
@@ -58,6 +59,7 @@ class FlightTable:
                 effects += self._lose_leader(flight, choice.miss)
                 if flight.owners:
                     choice = self._sources.choose(flight, now)
+            flight.queued = bool(choice.holders)
             for holder in choice.holders:
                 slot = holder, flight.leader.event.fetch_id
                 pull, room = open_pulls.get(slot, (None, 0))
@@ -153,7 +155,7 @@ class FlightTable:
         """The leader does not get this block; the next owner leads, without what concerned only the one before it."""
         fetch, position = flight.owners[0]
         effects = self._disown(flight, fetch, position, miss)
-        if flight.owners and flight.hopeless is not None and flight.hopeless.reason is MissReason.BUSY:
+        if flight.owners and flight.hopeless is not None and not flight.anew:
             flight.hopeless = None
         return effects
 
@@ -193,6 +195,18 @@ class FlightTable:
         effects: list[Effect] = []
         for flight, position in mine:
             effects += self._disown(flight, fetch, position, miss)
+        return effects + self._end_unwanted()
+
+    def lose_patience(self, fetch: Fetch, pull: PullState, miss: Miss, now: float) -> list[Effect]:
+        """A fetch does not wait any more for what a pull owes; others may."""
+        fetch.lose(pull.progress_at, now)
+        mine = [(flight, place) for flight in pull.owed for owner, place in flight.owners if owner is fetch]
+        effects = [effect for flight, place in mine for effect in self._disown(flight, fetch, place, miss)]
+        return effects + self._end_unwanted()
+
+    def _end_unwanted(self) -> list[Effect]:
+        """End pulls that bring something that nobody wants any more."""
+        effects: list[Effect] = []
         for pull in tuple(self.pulls.values()):
             if pull.pull_id in self.pulls and any(flight.pull is pull and not flight.owners for flight in pull.flights):
                 if pull.rival is not None:
@@ -213,7 +227,5 @@ class FlightTable:
     def waits_since(self, flight: Flight) -> float:
         """When anything last came from where a waiting flight may come from, or to its fetch."""
         leader = flight.leader
-        came = [
-            pull.progress_at for pull in self.pulls.values() if pull.received and pull.holder in leader.event.holders
-        ]
-        return max(leader.progress_at, *came, leader.started_at)
+        holders = (*flight.referred, *leader.event.holders)
+        return max(leader.progress_at, leader.started_at, *(self.came_at.get(holder, 0.0) for holder in holders))

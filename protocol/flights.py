@@ -82,6 +82,11 @@ class Fetch:
         """How long nothing may arrive from `since` on: what it has lost before is not there to be lost again."""
         return max(0.0, min(config.pull_stall_timeout_s, self.event.stall_s) - self.lost.before(since))
 
+    def impatient_at(self, config: NodeConfig, since: float) -> float:
+        """When it gives up on a holder that has been silent since then."""
+        since = max(since, self.started_at)
+        return since + self.patience_s(config, since)
+
     def lose(self, since: float, now: float) -> None:
         """It waited in vain since then, if it was there."""
         self.lost.add(max(since, self.started_at), now)
@@ -100,7 +105,7 @@ class Flight:
     other owners have one of their own until they get this one. `pull` brings it now; None: it waits for a holder, or is
     here. `received`: its first bytes that are here, from `givers`. `referred`: peers that busy holders named. `failed_at`:
     holders that did not deliver it. `arrived`: whole, being checked; `sharing`: where it stands, in memory shared with the
-    holder. `anew`: bytes of several holders did not fit together, so it comes from one. `hopeless`: not to be tried again.
+    holder. `queued`: its holder could be asked, but for own pulls there. `anew`: bytes of several holders did not fit together, so it comes from one. `hopeless`: not to be tried again.
     """
 
     key: FlightKey
@@ -115,6 +120,7 @@ class Flight:
     arrived: bool = False
     sharing: bool = False
     anew: bool = False
+    queued: bool = False
     hopeless: Miss | None = None
 
     @property
@@ -179,19 +185,21 @@ class PullState:
         """Everything is here, and nothing stands in the holder's memory any more."""
         return not self.waits and not any(flight.sharing and flight.pull is self for flight in self.flights)
 
-    def patience_s(self, config: NodeConfig) -> float:
-        """How long nothing may arrive."""
-        return self.owed[0].leader.patience_s(config, self.progress_at)
+    def waiting(self) -> list[Fetch]:
+        """Who waits for something that the holder owes, each once."""
+        fetches = {fetch.event.fetch_id: fetch for flight in self.owed for fetch, _ in flight.owners}
+        return list(fetches.values())
 
     def stalls_at(self, config: NodeConfig) -> float:
-        """When it is given up unless something comes."""
-        return self.progress_at + self.patience_s(config) if self.waits else math.inf
+        """When it is given up unless something comes: nobody has any patience left."""
+        patient_until = [fetch.impatient_at(config, self.progress_at) for fetch in self.waiting()]
+        return min(self.progress_at + config.pull_stall_timeout_s, max(patient_until)) if patient_until else math.inf
 
     def hedges_at(self, config: NodeConfig) -> float:
         """When another holder is to be asked too unless something comes."""
         if self.hedged or self.rival is not None or not self.waits:
             return math.inf
-        return self.progress_at + self.patience_s(config) / 2
+        return (self.progress_at + self.stalls_at(config)) / 2
 
     def ask(self, credit_bytes: int) -> SendMessage:
         """The request to the holder."""

@@ -140,6 +140,7 @@ class Pulls:
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
         effects = self._win(pull, now)
         pull.arrives(event.ordinal, event.length, now)
+        self._table.came_at[pull.holder] = now
         self.received_bytes += event.length
         want = flight.want
         effects.append(StoreChunk(flight.handle, event.offset, event.length, want.kv_bytes))
@@ -262,7 +263,9 @@ class Pulls:
     def next_deadline(self) -> float:
         deadline = min((fetch.event.deadline for fetch in self._table.fetches.values()), default=math.inf)
         for pull in self._table.pulls.values():
-            deadline = min(deadline, pull.stalls_at(self._config), pull.hedges_at(self._config))
+            deadline = min(deadline, pull.hedges_at(self._config))
+            for fetch in pull.waiting():
+                deadline = min(deadline, fetch.impatient_at(self._config, pull.progress_at))
         if self._table.waiting:
             deadline = min(deadline, *(self._tired_at(flight) for flight in self._table.waiting.values()))
             deadline = min(deadline, self._sources.retry_at())
@@ -278,12 +281,21 @@ class Pulls:
                 continue
             if pull.stalls_at(self._config) <= now:
                 effects += self._stalled(pull, now)
-            elif pull.hedges_at(self._config) <= now:
+                continue
+            for fetch in pull.waiting():
+                if fetch.impatient_at(self._config, pull.progress_at) <= now:
+                    miss = Miss(MissReason.STALLED, "nothing came while the request had time to wait")
+                    effects += self._table.lose_patience(fetch, pull, miss, now)
+            if pull.pull_id not in self._table.pulls:
+                continue
+            if pull.hedges_at(self._config) <= now:
                 effects += self._hedge(pull, now)
         effects += self._table.schedule(now)
         for flight in self._table.waiting.values():
             if self._tired_at(flight) <= now and flight.hopeless is None:
-                flight.hopeless = Miss(MissReason.BUSY, "every holder serves as many as it can")
+                busy = Miss(MissReason.BUSY, "every holder serves as many as it can")
+                stalled = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
+                flight.hopeless = stalled if flight.queued else busy
                 flight.leader.lose(self._table.waits_since(flight), now)
         self._sources.forget_retries(now)
         return effects + self._table.schedule(now)
@@ -315,13 +327,16 @@ class Pulls:
         return []
 
     def _tired_at(self, flight: Flight) -> float:
-        """When a flight that waits for busy holders is given up."""
+        """When a flight that waits, for busy holders or behind others, is given up."""
         config = self._config
+        if flight.queued:
+            return flight.leader.impatient_at(config, self._table.waits_since(flight))
         patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
         return self._table.waits_since(flight) + patience_s
 
     def peer_gone(self, peer: NodeId, now: float) -> list[Effect]:
         """The holder left, expired or cannot be reached."""
+        self._table.came_at.pop(peer, None)
         effects: list[Effect] = []
         for pull in [pull for pull in self._table.pulls.values() if pull.holder == peer]:
             lost = (pull.progress_at, now) if pull.waits else None
