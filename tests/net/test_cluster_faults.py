@@ -159,7 +159,10 @@ def test_with_a_tenth_of_all_frames_lost_everything_still_works(cluster: Cluster
     for index, node in enumerate(cluster.nodes):
         node.ask("publish", numbers=[1000 + index], shape=SHAPE)
         node.ask("forget", numbers=[100 * index])
-    cluster.all("wait", timeout_s=15, anchors=30)
+    for count in range(40):
+        cluster.nodes[count % 4].ask("publish", numbers=[2000 + count])
+        time.sleep(0.1)
+    cluster.all("wait", timeout_s=15, anchors=60)
     for index, node in enumerate(cluster.nodes):
         holder = cluster.nodes[index - 1]
         for _ in range(5):
