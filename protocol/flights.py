@@ -105,7 +105,8 @@ class Flight:
     other owners have one of their own until they get this one. `pull` brings it now; None: it waits for a holder, or is
     here. `received`: its first bytes that are here, from `givers`. `referred`: peers that busy holders named. `failed_at`:
     holders that did not deliver it. `arrived`: whole, being checked; `sharing`: where it stands, in memory shared with the
-    holder. `queued`: its holder could be asked, but for own pulls there. `anew`: bytes of several holders did not fit together, so it comes from one. `hopeless`: not to be tried again.
+    holder. `anew`: bytes of several holders did not fit together, so it comes from one. `queued`: its holder could be
+    asked, but for own pulls there. `hopeless`: not to be tried again.
     """
 
     key: FlightKey

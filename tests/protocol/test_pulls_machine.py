@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from kvcomm_p2p.protocol.anchors import BlockHandle
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
 
-PEERS = [record(1), record(2)]
+PEERS = [record(1), record(2), record(3)]
 ANCHORS = [meta(label) for label in range(3)]
+PIECE = 3 * 256
+"""Bytes: fetches of two anchors and more come in pieces."""
 
 
 def hello(peer: m.MemberRecord) -> ev.MessageReceived:
@@ -28,13 +31,15 @@ class PullMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.node = make_node(0, config=NodeConfig(pulls_per_peer_max=2))
+        self.node = make_node(0, config=NodeConfig(pulls_per_peer_max=2, pull_piece_bytes=PIECE, passing_on_s=0.3))
         self.open: dict[int, ev.FetchRequested] = {}
         self.done: dict[int, ev.FinishFetch] = {}
         self.references: dict[BlockHandle, int] = {}
         self.sizes: dict[BlockHandle, int] = {}
+        self.filled: dict[BlockHandle, int] = {}
         self.verifying: list[BlockHandle] = []
         self.pulls: dict[int, tuple[NodeId, m.Pull]] = {}
+        self.busy = False
         self.received: dict[tuple[int, int], int] = {}
         self.next_fetch = 1
         self.lives = 1
@@ -49,11 +54,19 @@ class PullMachine(RuleBasedStateMachine):
     def carry_out(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.SendMessage) and isinstance(effect.message, m.Pull):
             assert effect.to is not None
+            assert effect.message.pull_id not in self.pulls, "asked twice under one id"
+            assert sum(block.kv_bytes for block in effect.message.blocks) <= PIECE
             self.pulls[effect.message.pull_id] = (effect.to, effect.message)
         elif isinstance(effect, ev.StoreChunk):
             assert self.references[effect.handle] > 0, "written to a dropped handle"
             assert effect.offset + effect.length <= effect.kv_bytes == self.sizes[effect.handle]
+            assert effect.offset == self.filled.get(effect.handle, 0), "written twice, or with a gap"
+            self.filled[effect.handle] = effect.offset + effect.length
+        elif isinstance(effect, ev.ResetBlock):
+            assert self.references[effect.handle] > 0
+            self.filled[effect.handle] = 0
         elif isinstance(effect, ev.VerifyBlock):
+            assert self.filled[effect.handle] == self.sizes[effect.handle], "checked before it was whole"
             self.verifying.append(effect.handle)
         elif isinstance(effect, ev.DropBlock):
             self.references[effect.handle] -= 1
@@ -68,7 +81,9 @@ class PullMachine(RuleBasedStateMachine):
         event = self.open.pop(effect.fetch_id)
         assert effect.fetch_id not in self.done
         self.done[effect.fetch_id] = effect
-        assert 0.0 <= effect.wait_lost_s <= NodeConfig().pull_stall_timeout_s + 1e-6
+        # A frozen holder costs one patience, however many are asked; only waiting for busy ones may cost more.
+        patience_s = min(NodeConfig().pull_stall_timeout_s, event.stall_s)
+        assert 0.0 <= effect.wait_lost_s <= (0.6 if self.busy else patience_s) + 1e-6
         found = {block.key for block in effect.found}
         missed = {block.key for block in effect.missed}
         assert not found & missed and found | missed == {want.key for want in event.wants}
@@ -76,13 +91,32 @@ class PullMachine(RuleBasedStateMachine):
         assert [block.key for block in effect.found] == [key for key in order if key in found]
         for block in effect.found:
             assert self.references[block.handle] > 0, "handed out a dropped handle"
+            assert self.filled[block.handle] == self.sizes[block.handle], "handed out a part"
             self.references[block.handle] -= 1
 
     @precondition(lambda self: len(self.open) < 6)
-    @rule(anchors=st.sets(st.integers(0, 2), min_size=1), peer=st.integers(0, 1), deadline_s=st.floats(0.0, 0.6))
-    def fetch(self, anchors: set[int], peer: int, deadline_s: float) -> None:
+    @rule(
+        anchors=st.sets(st.integers(0, 2), min_size=1),
+        peers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True),
+        deadline_s=st.floats(0.0, 0.6),
+        stall_s=st.sampled_from([0.0, 0.05, math.inf]),
+        busy_s=st.sampled_from([0.1, 0.4]),
+        passing_on=st.booleans(),
+    )
+    def fetch(
+        self,
+        anchors: set[int],
+        peers: list[int],
+        deadline_s: float,
+        stall_s: float = math.inf,
+        busy_s: float = 0.4,
+        passing_on: bool = False,
+    ) -> None:
         wanted = tuple(want for index in sorted(anchors) for want in wants(ANCHORS[index]))
-        event = ev.FetchRequested(self.next_fetch, (PEERS[peer].node_id,), wanted, self.now + deadline_s)
+        holders = tuple(PEERS[peer].node_id for peer in peers)
+        metas = tuple(ANCHORS[index] for index in sorted(anchors)) if passing_on else ()
+        deadline = self.now + deadline_s
+        event = ev.FetchRequested(self.next_fetch, holders, wanted, deadline, stall_s, busy_s, metas)
         self.next_fetch += 1
         for want in wanted:
             self.references[want.handle] = 1
@@ -98,7 +132,7 @@ class PullMachine(RuleBasedStateMachine):
     def honest_chunk(self, data: Any, whole: bool) -> None:
         holder, pull = self.pick(data)
         for ordinal, block in enumerate(pull.blocks):
-            offset = self.received.get((pull.pull_id, ordinal), 0)
+            offset = self.received.get((pull.pull_id, ordinal), block.offset)
             if offset < block.kv_bytes:
                 length = block.kv_bytes - offset if whole else min(100, block.kv_bytes - offset)
                 self.received[pull.pull_id, ordinal] = offset + length
@@ -119,10 +153,17 @@ class PullMachine(RuleBasedStateMachine):
         self.do(ev.ChunkReceived(sender, pull.pull_id, ordinal, offset, length))
 
     @precondition(lambda self: self.pulls)
-    @rule(data=st.data(), ordinal=st.none() | st.integers(0, 6), reason=st.sampled_from(m.PullFailedReason))
-    def failure(self, data: Any, ordinal: int | None, reason: m.PullFailedReason) -> None:
+    @rule(
+        data=st.data(),
+        ordinal=st.none() | st.integers(0, 6),
+        reason=st.sampled_from(m.PullFailedReason),
+        referred=st.sets(st.integers(0, 2)),
+    )
+    def failure(self, data: Any, ordinal: int | None, reason: m.PullFailedReason, referred: set[int]) -> None:
         holder, pull = self.pick(data)
-        self.do(ev.MessageReceived(holder, m.PullFailed(pull.pull_id, ordinal, reason, 0.02)))
+        self.busy = self.busy or reason is m.PullFailedReason.BUSY
+        referrals = tuple(PEERS[peer].node_id for peer in sorted(referred))
+        self.do(ev.MessageReceived(holder, m.PullFailed(pull.pull_id, ordinal, reason, 0.02, referrals)))
 
     @precondition(lambda self: self.verifying)
     @rule(ok=st.sampled_from([True, True, True, False]))
@@ -134,7 +175,7 @@ class PullMachine(RuleBasedStateMachine):
     def cancel(self, data: Any) -> None:
         self.do(ev.FetchCancelled(data.draw(st.sampled_from(sorted(self.open)))))
 
-    @rule(peer=st.integers(0, 1), back=st.booleans())
+    @rule(peer=st.integers(0, 2), back=st.booleans())
     def peer_goes(self, peer: int, back: bool) -> None:
         self.do(ev.PeerUnreachable(PEERS[peer].node_id))
         if back:
@@ -160,6 +201,18 @@ class PullMachine(RuleBasedStateMachine):
         assert all(self.node.next_deadline() <= deadline for deadline in due)
 
     @invariant()
+    def budgets_hold(self) -> None:
+        table = self.node._pulls._table
+        for peer in PEERS:
+            assert table.active(peer.node_id) <= 2
+        carried = [flight for pull in table.pulls.values() for flight in pull.flights if flight.pull is pull]
+        for flight in table.flights.values():
+            places = (flight.key in table.waiting) + carried.count(flight) + (flight.handle in table.verifying)
+            assert places == 1, "a flight is carried, waits, or is being checked"
+        for pull in table.pulls.values():
+            assert pull.rival is None or pull.rival.rival is pull
+
+    @invariant()
     def idle_means_empty(self) -> None:
         if not self.open:
             stats = self.node.stats()
@@ -183,7 +236,7 @@ TestPulls = PullMachine.TestCase
 def test_machine_can_fail() -> None:
     """The machine notices a handle that is dropped twice."""
     machine = PullMachine()
-    machine.fetch({0}, 0, 0.5)
+    machine.fetch({0}, [0], 0.5)
     handle = machine.open[1].wants[0].handle
     machine.carry_out(ev.DropBlock(handle))
     with pytest.raises(AssertionError, match="dropped twice"):
