@@ -1,3 +1,5 @@
-"""Room of the simulator, which does not exist yet: many `protocol.Node`s under a virtual clock and network, deciding with
-`kvcomm_p2p.planning`. It will import protocol, planning, networkx and numpy, and never torch, zmq or the wall clock.
+"""The simulator: many `protocol.Node`s under a virtual clock and network, deciding with `kvcomm_p2p.planning`.
+
+Begin with `world.World`, which carries out what nodes ask for, then `agents.SimAgent` and `simulation.Simulation`. Never imports
+torch, zmq or the wall clock.
 """

@@ -51,7 +51,7 @@ RULES = {
     ),
     "sim": Rule(
         ours=("kvcomm_p2p", "kvcomm_p2p.sim", "kvcomm_p2p.protocol", "kvcomm_p2p.planning", "kvcomm_p2p.errors"),
-        outside=frozenset({"numpy", "networkx", "matplotlib"}),
+        outside=frozenset({"numpy", "networkx", "matplotlib", "msgspec", "tomli"}),
         banned=CLOCKS | {"asyncio", "threading", "socket"},
     ),
     "kvcomm_p2p": Rule(ours=("kvcomm_p2p",), outside=None, hands_environment_on=True),
