@@ -115,7 +115,7 @@ class PrefillReport:
     prefill, nats per token of the answer, as planned and as the guard predicts it (None: nothing was compared). `kl_max`: what
     it may be (0: only exact KV may be used); `exact_only`: why a mode that may approximate did not. `planned_s` and `dense_s`:
     predicted seconds of the plan, and of computing everything. `rejected_runs`: on a fallback, the runs that the guard
-    rejected. `planned_only`: a plan that was made to be looked at; nothing was pulled or computed.
+    rejected. `widened`: the guard asked for longer heads, which were computed. `planned_only`: a plan that was made to be looked at; nothing was pulled or computed.
     """
 
     mode: str
@@ -142,6 +142,7 @@ class PrefillReport:
     exact_only: str = ""
     rejected_runs: tuple[RunReport, ...] = ()
     planned_only: bool = False
+    widened: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

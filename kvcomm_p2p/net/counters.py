@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class WireCounters:
     """`sent`, `received` and `lost` count frames by message type name; `lost` were refused by our own transport (full
-    queue, no such connection). `dropped` counts what came in and was not used, by reason: malformed, bad_seal,
+    queue, no such connection); `sent_bytes` are those of the frames in `sent`, seals included,
+    payloads not. `dropped` counts what came in and was not used, by reason: malformed, bad_seal,
     undecodable, unasked_payload, bad_write. `failures` counts errors of ours that were caught to keep the node alive
     (they are logged). `shared_bytes_adopted` were taken from a peer's shared memory instead of received;
     `shared_blocks_refused` could not be, and were asked for once more as chunks."""
@@ -27,6 +28,7 @@ class WireCounters:
     mismatched_blocks: int = 0
     shared_bytes_adopted: int = 0
     shared_blocks_refused: int = 0
+    sent_bytes: Counter[str] = field(default_factory=Counter)
 
     def copy(self) -> WireCounters:
         """An independent snapshot."""
@@ -43,4 +45,5 @@ class WireCounters:
             self.mismatched_blocks,
             self.shared_bytes_adopted,
             self.shared_blocks_refused,
+            Counter(self.sent_bytes),
         )

@@ -276,6 +276,8 @@ class Interpreter:
             send = self._transport.send_control if control else self._transport.send_bulk_request
             sent = send(name, frame)
         (self.counters.sent if sent else self.counters.lost)[kind] += 1
+        if sent:
+            self.counters.sent_bytes[kind] += len(frame)
 
     def _not_allowed(self, effect: SendMessage) -> None:
         """Whoever should be there is not on the allow-list (any longer)."""
@@ -288,7 +290,10 @@ class Interpreter:
         if connection is None:
             return False
         frame = self._sealer.seal(encode(self.node.me.node_id, header))
-        return self._transport.send_bulk_reply(connection, frame, payload)
+        sent = self._transport.send_bulk_reply(connection, frame, payload)
+        if sent:
+            self.counters.sent_bytes["Chunk"] += len(frame)
+        return sent
 
     def _store_chunk(self, effect: StoreChunk) -> None:
         payload, self._payload = self._payload, None

@@ -73,9 +73,14 @@ def content_marks(token_ids: TokenIds, contents: Iterable[tuple[int, int]], key:
         for first in range(start, start + _FIRST_LOST_MAX + 1):
             for last in range(end - _LAST_LOST_MAX, end + 1):
                 if last - first >= MARK_TOKENS_MIN:
-                    name = keyed_digest(b"kvcomm content", key, 4, token_bytes(token_ids[first:last]))
-                    marks.add(ContentMark(first, last - first, int.from_bytes(name, "little")))
+                    marks.add(content_mark(token_ids, first, last, key))
     return tuple(sorted(marks))
+
+
+def content_mark(token_ids: TokenIds, start: int, end: int, key: bytes) -> ContentMark:
+    """The name of exactly the tokens [start, end) of a sequence."""
+    name = keyed_digest(b"kvcomm content", key, 4, token_bytes(token_ids[start:end]))
+    return ContentMark(start, end - start, int.from_bytes(name, "little"))
 
 
 def fingerprints(token_ids: TokenIds, key: bytes) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:

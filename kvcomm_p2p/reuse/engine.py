@@ -271,7 +271,8 @@ class ReuseEngine:
             self._distrust(outcome.guarded)
         report.recomputed(outcome.guarded.rejected[len(usable.rejected) :])
         report.foreseen(outcome.outlook.expected)
-        report.guarded(repaired.predicted_kl, repaired.means(), outcome.fallback, outcome.guarded)
+        widened = outcome.guarded is not outcome.outlook.plan
+        report.guarded(repaired.predicted_kl, repaired.means(), outcome.fallback, outcome.guarded, widened=widened)
         filled = Filled(cache, repaired.logits, report.finish(outcome.plan, timings), outcome.plan, pulled)
         if self._foresight is not None:
             self._foresight.after(outcome.outlook, outcome.shown, prompt.visibility)

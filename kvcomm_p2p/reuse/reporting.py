@@ -33,6 +33,7 @@ class ReportBuilder:
         self._deviations: Mapping[int, float] = {}
         self._foreseen: Mapping[int, float] = {}
         self._fallback = ""
+        self._widened = False
         self._plan: Plan | None = None
         self._rejected: Plan | None = None
 
@@ -73,9 +74,17 @@ class ReportBuilder:
         self._foreseen = deviations
 
     def guarded(
-        self, predicted_kl: float | None, deviations: Mapping[int, float], fallback: str, plan: Plan | None = None
+        self,
+        predicted_kl: float | None,
+        deviations: Mapping[int, float],
+        fallback: str,
+        plan: Plan | None = None,
+        *,
+        widened: bool = False,
     ) -> None:
-        """The guard has spoken (on a fallback: of `plan`). `deviations`: run number -> mean over its compared tokens."""
+        """The guard has spoken (on a fallback: of `plan`). `deviations`: run number -> mean over its compared tokens. `widened`:
+        it asked for longer heads first."""
+        self._widened = widened
         self._predicted_kl = predicted_kl
         self._deviations = deviations
         self._fallback = fallback
@@ -119,6 +128,7 @@ class ReportBuilder:
             kl_max=planned.kl_max,
             exact_only=planned.exact_only,
             rejected_runs=() if self._rejected is None else self._runs(self._rejected),
+            widened=self._widened,
         )
 
     def _runs(self, plan: Plan) -> tuple[RunReport, ...]:
