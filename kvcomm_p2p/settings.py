@@ -116,6 +116,9 @@ class Settings:
     pull_stall_timeout_s: float = 0.2
     """Seconds without progress until a pull is given up."""
 
+    upload_bytes_per_s_max: int = 0
+    """Bytes of blocks sent to peers per second in all; 0: no limit."""
+
     anchor_ttl_s: float = 0.0
     """Seconds after which a node forgets an anchor that nobody published again; 0: never."""
 
@@ -191,6 +194,7 @@ class Settings:
             pool_bytes_max=self.pool_bytes_max,
             pool_anchors_max=self.pool_anchors_max,
             anchor_ttl_s=self.anchor_ttl_s,
+            upload_bytes_per_s_max=self.upload_bytes_per_s_max,
         )
 
     @property
@@ -249,6 +253,8 @@ class Settings:
         for name in ("anchor_ttl_s", "secret_grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name} {getattr(self, name)} is not a number of seconds from 0")
+        if self.upload_bytes_per_s_max < 0:
+            problems.append(f"upload_bytes_per_s_max {self.upload_bytes_per_s_max} is negative; use 0 for no limit")
         if self.deviation_bytes < 0:
             problems.append(f"deviation_bytes {self.deviation_bytes} is negative; use 0 to remember nothing")
         try:
@@ -312,7 +318,7 @@ def _parse(kind: str, key: str, value: Any) -> Any:
             return float(value)
         except ValueError:
             raise ValueError(f"{value!r} is not a number") from None
-    if key.endswith(("_bytes", "_bytes_max")):
+    if key.endswith(("_bytes", "_bytes_max", "_bytes_per_s_max")):
         return _parse_bytes(str(value))
     try:
         return int(str(value))
