@@ -14,7 +14,7 @@ from kvcomm_p2p.protocol.peer_stats import PeerCounts
 class PeerView:
     """A peer as this node sees it.
 
-    `state`: a value of `membership.PeerState`. `heard_age_s`: seconds since its incarnation last rose. `penalty_s`:
+    `state`: "alive", "suspect", "dead" or "left". `heard_age_s`: seconds since it last told us anything. `penalty_s`:
     seconds
     for which it is not asked for anything because it failed to deliver. `log_seq`: how much of its log of anchors is
     here;
