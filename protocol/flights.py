@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, Miss, MissReason
@@ -18,7 +19,7 @@ from kvcomm_p2p.protocol.events import (
     Want,
 )
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
-from kvcomm_p2p.protocol.messages import Credit, Message, Pull, PullBlock, PullFailedReason
+from kvcomm_p2p.protocol.messages import Credit, Encoding, Message, Pull, PullBlock, PullFailedReason
 
 FlightKey = tuple[BlockKey, int, bytes]
 """Block, size and digest: two fetches that were told different digests do not share a flight."""
@@ -28,11 +29,7 @@ SHARED_WINDOW_FACTOR = 4
 
 ROUNDING_S = 1e-9
 
-FAILED_AS = {
-    PullFailedReason.NOT_FOUND: MissReason.NOT_FOUND,
-    PullFailedReason.BUSY: MissReason.BUSY,
-    PullFailedReason.EVICTED: MissReason.EVICTED,
-}
+FAILED_AS = {reason: MissReason[reason.name] for reason in PullFailedReason}
 
 
 class LostTime:
@@ -83,13 +80,13 @@ class Fetch:
         return max(0.0, min(config.pull_stall_timeout_s, self.event.stall_s) - self.lost.before(since))
 
     def impatient_at(self, config: NodeConfig, since: float) -> float:
-        """When it gives up on a holder that has been silent since then."""
-        since = max(since, self.started_at)
+        """When it gives up on a holder that has been silent since then, unless anything else of it comes."""
+        since = max(since, self.progress_at)
         return since + self.patience_s(config, since)
 
     def lose(self, since: float, now: float) -> None:
-        """It waited in vain since then, if it was there."""
-        self.lost.add(max(since, self.started_at), now)
+        """It waited in vain since then; not while something else of it came."""
+        self.lost.add(max(since, self.progress_at), now)
 
     def answer(self) -> FinishFetch:
         found = tuple(result for result in self.results if isinstance(result, FoundBlock))
@@ -107,6 +104,7 @@ class Flight:
     holders that did not deliver it. `arrived`: whole, being checked; `sharing`: where it stands, in memory shared with the
     holder. `anew`: bytes of several holders did not fit together, so it comes from one. `queued`: its holder could be
     asked, but for own pulls there. `hopeless`: not to be tried again.
+    `stated`: the digest of an encoded block, as its sender says; empty before that.
     """
 
     key: FlightKey
@@ -123,14 +121,20 @@ class Flight:
     anew: bool = False
     queued: bool = False
     hopeless: Miss | None = None
+    stated: bytes = b""
 
     @property
     def leader(self) -> Fetch:
         return self.owners[0][0]
 
+    @property
+    def encoded(self) -> bool:
+        """Whether it travels as int8."""
+        return self.want.raw_bytes > 0
+
     def begin_again(self) -> None:
         """Nothing of it is here."""
-        self.received, self.arrived, self.givers = 0, False, []
+        self.received, self.arrived, self.givers, self.stated = 0, False, [], b""
 
     def got(self, holder: NodeId, length: int, now: float) -> None:
         """More of it is here."""
@@ -144,6 +148,8 @@ class Flight:
 @dataclass(slots=True, eq=False)
 class PullState:
     """One request to one holder for some blocks, in this order.
+
+    `flights` are all encoded, or none is.
 
     `progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now, `begun`: bytes
     of it from this pull. `failed`: ordinals that the holder does not deliver. `received`, `credited`: bytes. `shared`: asks
@@ -192,7 +198,8 @@ class PullState:
         return list(fetches.values())
 
     def stalls_at(self, config: NodeConfig) -> float:
-        """When it is given up unless something comes: nobody has any patience left."""
+        """When it is given up unless something comes: nobody has any patience left, or it was silent for too long even if
+        they have, because they get other things elsewhere."""
         patient_until = [fetch.impatient_at(config, self.progress_at) for fetch in self.waiting()]
         return min(self.progress_at + config.pull_stall_timeout_s, max(patient_until)) if patient_until else math.inf
 
@@ -204,8 +211,9 @@ class PullState:
 
     def ask(self, credit_bytes: int) -> SendMessage:
         """The request to the holder."""
-        blocks = tuple(PullBlock(*flight.want.key, flight.want.kv_bytes, flight.received) for flight in self.flights)
-        return self.to_holder(Pull(self.pull_id, blocks, self._window(credit_bytes), shared=self.shared))
+        blocks = tuple(_asked(flight) for flight in self.flights)
+        encoding = Encoding.INT8 if self.flights[0].encoded else Encoding.RAW
+        return self.to_holder(Pull(self.pull_id, blocks, self._window(credit_bytes), encoding, self.shared))
 
     def progressed(self, now: float) -> None:
         self.progress_at = now
@@ -248,16 +256,48 @@ class PullState:
         """The flight that these bytes continue, None if they are out of order or too many.
 
         Blocks come in order, each whole before the next. One that is skipped has failed at the holder, and the message
-        that says so may come later.
+        that says so may come later. Of an encoded block the digest has to be known.
         """
-        if not self.current <= ordinal < len(self.flights) or length <= 0:
-            return None
-        flight = self.flights[ordinal]
-        if not self.owes(ordinal) or offset != flight.received:
-            return None
-        if ordinal != self.current and self.begun and self.owes(self.current):
+        flight = self._next(ordinal)
+        if flight is None or length <= 0 or offset != flight.received or (flight.encoded and not flight.stated):
             return None
         return flight if offset + length <= flight.want.kv_bytes else None
+
+    def is_told(self, ordinal: int, digest: bytes) -> bool:
+        """The holder states the digest of the encoded block that it sends next. False: that is no such block, or on its way."""
+        flight = self._next(ordinal)
+        if flight is None or not flight.encoded or (self.begun and ordinal == self.current):
+            return False
+        flight.stated = digest
+        return True
+
+    def _next(self, ordinal: int) -> Flight | None:
+        """The flight at this place, if it may be what comes next."""
+        if not self.current <= ordinal < len(self.flights) or not self.owes(ordinal):
+            return None
+        return None if ordinal != self.current and self.begun and self.owes(self.current) else self.flights[ordinal]
+
+
+def in_pieces(event: FetchRequested, piece_bytes: int, rng: random.Random) -> list[int]:
+    """Positions in pieces as large as a request, the pieces in random order: of several that fetch the same at the
+    same time, each soon has something that another lacks."""
+    pieces: list[list[int]] = []
+    room = 0
+    for position, want in enumerate(event.wants):
+        if not pieces or want.kv_bytes > room:
+            pieces.append([])
+            room = piece_bytes
+        pieces[-1].append(position)
+        room -= want.kv_bytes
+    rng.shuffle(pieces)
+    return [position for piece in pieces for position in piece]
+
+
+def _asked(flight: Flight) -> PullBlock:
+    want = flight.want
+    if flight.encoded:
+        return PullBlock(*want.key, want.raw_bytes, flight.received, want.kv_bytes)
+    return PullBlock(*want.key, want.kv_bytes, flight.received)
 
 
 def key_of(want: Want) -> FlightKey:

@@ -28,10 +28,11 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
 )
 from kvcomm_p2p.protocol.flight_table import FlightTable
-from kvcomm_p2p.protocol.flights import FAILED_AS, Fetch, Flight, PullState, PullViolation, key_of
+from kvcomm_p2p.protocol.flights import FAILED_AS, Fetch, Flight, PullState, PullViolation, in_pieces, key_of
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
+    EncodedBlock,
     PullFailed,
     PullFailedReason,
     SharedBlocks,
@@ -40,6 +41,10 @@ from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
+
+LATE_S = 0.02
+"""A timer that rings later than this is our own fault: bytes may be waiting to be read, so nobody is given up yet, and what
+it was late is nobody's silence."""
 
 
 class Pulls:
@@ -100,7 +105,7 @@ class Pulls:
         refusal = Miss(MissReason.SHUTDOWN) if self._is_over else refusal
         if refusal is not None:
             return self._table.refuse(fetch, refusal)
-        for position in _order(event, self._config.pull_piece_bytes, self._rng):
+        for position in in_pieces(event, self._config.pull_piece_bytes, self._rng):
             want = event.wants[position]
             flight = self._table.flights.get(key_of(want))
             if flight is not None:
@@ -141,14 +146,29 @@ class Pulls:
         effects = self._win(pull, now)
         pull.arrives(event.ordinal, event.length, now)
         self._table.came_at[pull.holder] = now
+        for other in self._table.pulls.values():
+            if other.holder == pull.holder:
+                racing.holder_lives(other, now)
         self.received_bytes += event.length
         want = flight.want
         effects.append(StoreChunk(flight.handle, event.offset, event.length, want.kv_bytes))
         if flight.received == want.kv_bytes:
             flight.arrived, flight.pull = True, None
             self._table.verifying[flight.handle] = flight
-            effects.append(VerifyBlock(flight.handle, want.digest))
+            effects.append(VerifyBlock(flight.handle, flight.stated if flight.encoded else want.digest))
         return effects + self._credit(pull, now)
+
+    def encoded(self, sender: NodeId, message: EncodedBlock, now: float) -> list[Effect]:
+        """What the block that comes next will be, in an encoded pull. No sign of life: bytes are."""
+        pull = self._table.pulls.get(message.pull_id)
+        if pull is None:
+            return []
+        if sender != pull.holder:
+            raise ValueError("encoded block of somebody else's pull")
+        if not pull.is_told(message.ordinal, message.digest):
+            detail = f"the digest of block {message.ordinal} does not continue the pull"
+            raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
+        return []
 
     def shared(self, sender: NodeId, message: SharedBlocks, now: float) -> list[Effect]:
         """Blocks are offered in shared memory. Dropped silently if nobody asked for it, as chunks are."""
@@ -253,7 +273,7 @@ class Pulls:
         for pull in [pull for pull in self._table.pulls.values() if pull.holder == holder]:
             if any(owed.leader is leader for owed in pull.owed):
                 effects += self._table.end(pull, miss)
-        if holder != leader.event.holders[0]:
+        if holder != leader.event.holders[0] and not flight.want.raw_bytes:
             return effects + self._table.schedule(now)
         self._penalties.punish(holder, now)
         raise PullViolation(holder, detail, effects + self._table.schedule(now))
@@ -279,7 +299,10 @@ class Pulls:
         for pull in tuple(self._table.pulls.values()):
             if pull.pull_id not in self._table.pulls:
                 continue
-            if pull.stalls_at(self._config) <= now:
+            late_s = now - pull.stalls_at(self._config)
+            if late_s > LATE_S:
+                racing.excuse(pull, late_s + LATE_S)
+            elif late_s >= 0:
                 effects += self._stalled(pull, now)
                 continue
             for fetch in pull.waiting():
@@ -292,7 +315,10 @@ class Pulls:
                 effects += self._hedge(pull, now)
         effects += self._table.schedule(now)
         for flight in self._table.waiting.values():
-            if self._tired_at(flight) <= now and flight.hopeless is None:
+            late_s = now - self._tired_at(flight)
+            if late_s > LATE_S:
+                flight.leader.progress_at = min(now, self._table.waits_since(flight) + late_s + LATE_S)
+            elif late_s >= 0 and flight.hopeless is None:
                 busy = Miss(MissReason.BUSY, "every holder serves as many as it can")
                 stalled = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
                 flight.hopeless = stalled if flight.queued else busy
@@ -371,18 +397,3 @@ class Pulls:
         self._penalties.punish(pull.holder, now)
         effects = self._table.end(pull, Miss(reason, detail)) + self._table.schedule(now)
         return PullViolation(pull.holder, detail, effects)
-
-
-def _order(event: FetchRequested, piece_bytes: int, rng: random.Random) -> list[int]:
-    """Positions in pieces as large as a request, the pieces in random order: of several that fetch the same at the
-    same time, each soon has something that another lacks."""
-    pieces: list[list[int]] = []
-    room = 0
-    for position, want in enumerate(event.wants):
-        if not pieces or want.kv_bytes > room:
-            pieces.append([])
-            room = piece_bytes
-        pieces[-1].append(position)
-        room -= want.kv_bytes
-    rng.shuffle(pieces)
-    return [position for piece in pieces for position in piece]

@@ -257,9 +257,7 @@ class Driver:
         self._fetches[fetch_id] = (future, wants)
         holders = (holder, *others)
         deadline = self._loop.time() + deadline_s
-        self._interpreter.handle(
-            FetchRequested(fetch_id, holders, wants, deadline, stall_s, busy_s, tuple(anchors))
-        )
+        self._interpreter.handle(FetchRequested(fetch_id, holders, wants, deadline, stall_s, busy_s, tuple(anchors)))
         try:
             return await future
         except asyncio.CancelledError:

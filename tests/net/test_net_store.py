@@ -54,6 +54,26 @@ def test_stale_handles_change_nothing() -> None:
     assert (len(store), store.held_bytes, store.reserved_bytes) == (0, 0, 0)
 
 
+def test_what_was_reset_is_as_it_was_reserved() -> None:
+    store = BlockStore()
+    handle = store.reserve(8)
+    store.write(handle, 0, b"wrong")
+    store.reset(handle)
+    assert (store.held_bytes, store.reserved_bytes) == (0, 8)
+    store.write(handle, 0, b"right ")
+    with pytest.raises(StaleHandle):
+        store.view(handle)
+    store.write(handle, 6, b"??")
+    assert bytes(store.view(handle)) == b"right ??"
+    store.retain(handle)
+    store.reset(handle)
+    assert bytes(store.view(handle)) == b"right ??", "others see it already"
+    store.drop(handle)
+    store.drop(handle)
+    store.reset(handle)
+    assert (len(store), store.held_bytes, store.reserved_bytes) == (0, 0, 0)
+
+
 def test_reserving_takes_no_memory_until_bytes_arrive() -> None:
     store = BlockStore()
     handle = store.reserve(10**15)

@@ -195,3 +195,39 @@ def test_pulls_per_peer_hold_for_hedges_too() -> None:
     node.handle(request(1, holder=OTHER.node_id, anchor=meta("x")), 1.0)
     node.handle(request(2, others=(OTHER.node_id,)), 1.0)
     assert pull_ids(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2)) == []
+
+
+def test_a_timer_that_rings_late_is_nobodys_silence() -> None:
+    node = puller()
+    node.handle(request(), 1.0)
+    late = 1.0 + STALL_S + 0.3
+    assert not of(node.handle(ev.TimerExpired(), late), ev.FinishFetch), "bytes may be waiting to be read"
+    assert late < node.next_deadline() <= late + 0.05
+    (finish,) = of(node.handle(ev.TimerExpired(), node.next_deadline()), ev.FinishFetch)
+    assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(STALL_S)
+
+
+def test_what_comes_from_elsewhere_meanwhile_is_progress_of_the_request() -> None:
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK, pulls_per_peer_max=1))
+    fetch = request(others=(OTHER.node_id,))
+    (first,) = sent(node.handle(fetch, 1.0), m.Pull)
+    busy = failed(first.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.01, referrals=(OTHER.node_id,))
+    ((_, at_other),) = asked(node.handle(ev.MessageReceived(PEER.node_id, busy), 1.0))
+    ((to, at_first),) = asked(node.handle(ev.TimerExpired(), 1.011))
+    assert to == PEER.node_id and at_first.blocks[0].index != at_other.blocks[0].index
+    node.handle(chunk(at_first.pull_id, 0, 0, 8), 1.15)
+    effects = node.handle(ev.TimerExpired(), 1.0 + STALL_S)
+    assert (OTHER.node_id, m.CancelPull(at_other.pull_id)) in [
+        (e.to, e.message) for e in of(effects, ev.SendMessage)
+    ], "a silent holder is left, whatever others send"
+    for want in fetch.wants:
+        assert node.stats().fetches == 1, want
+
+
+def test_what_a_holder_sends_for_one_pull_is_life_for_its_others() -> None:
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK))
+    first, second = sent(node.handle(request(), 1.0), m.Pull)
+    node.handle(chunk(first.pull_id, 0, 0, 8), 1.19)
+    node.handle(chunk(first.pull_id, 0, 8, 8), 1.38)
+    assert not of(node.handle(ev.TimerExpired(), 1.5), ev.FinishFetch) and node.stats().pulls == 2
+    assert second.pull_id in node._pulls._table.pulls

@@ -503,7 +503,10 @@ def test_a_pull_asks_each_holder_for_what_the_plan_needs() -> None:
 
     driver.fetching = fetching
     fake: Any = driver
-    pulled = asyncio.run(pull_all(Puller(fake, driver.store), plan, found))
+    known = {anchor_id: (ANN, BOB) for _, anchor_id in found.details}
+    pulled = asyncio.run(pull_all(Puller(fake, driver.store), plan, replace(found, holders=known)))
+    assert driver.fetched_with["others"] in ((ANN,), (BOB,)) and driver.fetched_with["busy_s"] > 0
+    assert len(driver.fetched_with["anchors"]) == 1, "blocks of these may be passed on"
     assert asked == {
         ANN: [(0, LAYOUT.block_bytes(32)), (1, LAYOUT.block_bytes(32))],
         BOB: [(0, LAYOUT.block_bytes(32))],
