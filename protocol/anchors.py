@@ -62,6 +62,12 @@ class KVLayout:
         """Bytes of a block of `tokens` tokens (1 to BLOCK_TOKENS)."""
         return tokens * self.token_bytes
 
+    def int8_bytes(self, tokens: int) -> int:
+        """Bytes of a block of `tokens` tokens that travels as int8 (`net.encoding`): per layer and head two float32 scales, a
+        byte for each key channel and for each token, and a byte for each number."""
+        numbers = tokens * (self.key_dim + self.value_dim)
+        return self.layers * self.kv_heads * (8 + self.key_dim + tokens + numbers)
+
 
 class Visibility(enum.IntEnum):
     """Who may learn of an anchor and pull it. A higher value is stricter; `max` gives the strictest."""

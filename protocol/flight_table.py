@@ -50,7 +50,7 @@ class FlightTable:
     def schedule(self, now: float) -> list[Effect]:
         """Ask for what waits, as far as holders and the limit per holder allow; miss what nobody can be asked for."""
         effects: list[Effect] = []
-        open_pulls: dict[tuple[NodeId, int], tuple[PullState, int]] = {}
+        open_pulls: dict[tuple[NodeId, int, bool], tuple[PullState, int]] = {}
         free: dict[NodeId, int] = {}
         fresh: list[PullState] = []
         for flight in tuple(self.waiting.values()):
@@ -61,7 +61,7 @@ class FlightTable:
                     choice = self._sources.choose(flight, now)
             flight.queued = bool(choice.holders)
             for holder in choice.holders:
-                slot = holder, flight.leader.event.fetch_id
+                slot = holder, flight.leader.event.fetch_id, flight.encoded
                 pull, room = open_pulls.get(slot, (None, 0))
                 if pull is None or room < flight.want.kv_bytes or len(pull.flights) == PULL_BLOCKS_MAX:
                     if holder not in free:
@@ -69,7 +69,7 @@ class FlightTable:
                     if free[holder] <= 0:
                         continue
                     free[holder] -= 1
-                    pull = self.open(holder, [], now)
+                    pull = self.open(holder, [], now, encoded=flight.encoded)
                     # What stands in shared memory costs its holder nothing: no need to take turns.
                     room = self._config.pull_piece_bytes if not pull.shared else SHARED_PIECE_BYTES_MAX
                     fresh.append(pull)
@@ -83,12 +83,12 @@ class FlightTable:
             effects.append(pull.ask(self._config.credit_bytes))
         return effects
 
-    def open(self, holder: NodeId, flights: list[Flight], now: float) -> PullState:
+    def open(self, holder: NodeId, flights: list[Flight], now: float, *, encoded: bool = False) -> PullState:
         """A new pull, not asked for yet. Raises KeyError for an unknown holder."""
         peer = self._membership.get(holder)
         if peer is None:
             raise KeyError("a pull from an unknown holder")
-        shared = self._sharing.asks(holder, now)
+        shared = not encoded and self._sharing.asks(holder, now)
         pull = PullState(self._next_pull_id, holder, peer.record.bulk, flights, now, shared)
         self._next_pull_id += 1
         self.pulls[pull.pull_id] = pull
@@ -142,7 +142,7 @@ class FlightTable:
         effects += [DropBlock(fetch.event.wants[position].handle) for fetch, position in flight.owners[1:]]
         for fetch, _ in flight.owners:
             meta = fetch.anchors.get(want.key.anchor_id)
-            if meta is not None:
+            if meta is not None and not flight.encoded:
                 effects += self._onward.keep(meta, want.key.index, flight.handle, want.kv_bytes, now)
         for fetch, position in flight.owners:
             fetch.results[position] = FoundBlock(fetch.event.wants[position].key, flight.handle)

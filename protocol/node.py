@@ -45,6 +45,7 @@ from kvcomm_p2p.protocol.messages import (
     CancelPull,
     Chunk,
     Credit,
+    EncodedBlock,
     ErasuresKnown,
     Forget,
     GetTokens,
@@ -162,6 +163,7 @@ class Node:
             Chunk: self._on_stray_chunk,
             PullFailed: self._pulls.failed,
             SharedBlocks: self._pulls.shared,
+            EncodedBlock: self._pulls.encoded,
             ShardRegister: self._shards.register,
             ShardResend: self._shards.resend,
             ShardAsk: self._shards.ask,
@@ -220,6 +222,10 @@ class Node:
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
         return self._pool.get(anchor_id)
+
+    def encodes(self, holder: NodeId) -> bool:
+        """See `Sharing.encodes`."""
+        return self._sharing.encodes(holder)
 
     def peers(self) -> tuple[PeerView, ...]:
         """All peers that are remembered, ascending by node id."""

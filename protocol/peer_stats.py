@@ -239,7 +239,7 @@ class PeerStats:
     def _uploaded(self, effect: SendBlock, now: float) -> None:
         counts = self._of(effect.to)
         if counts is not None:
-            counts.uploaded_bytes += effect.kv_bytes
+            counts.uploaded_bytes += effect.encoded_bytes or effect.kv_bytes
 
     def _fetched(self, effect: FinishFetch, now: float) -> None:
         """Of a fetch from several holders, what did not come is counted for the first: its digests were to be met."""

@@ -37,6 +37,12 @@ class Sharing:
         known = self._membership.get(peer)
         return known is not None and _shares(self._me) and _shares(known.record) and known.record.host == self._me.host
 
+    def encodes(self, holder: NodeId) -> bool:
+        """Whether blocks can be pulled from this holder as int8, and would have to travel at all."""
+        peer = self._membership.get(holder)
+        able = peer is not None and self._me.capabilities & peer.record.capabilities & Capability.INT8
+        return bool(able) and not self.with_peer(holder)
+
     def asks(self, holder: NodeId, now: float) -> bool:
         """Whether a pull from this holder should ask for shared memory."""
         return self.with_peer(holder) and not self._distrusted.left_s(holder, now)

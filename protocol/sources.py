@@ -10,6 +10,7 @@ from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.flights import ROUNDING_S, Flight
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
+from kvcomm_p2p.protocol.messages import Capability
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 
 BUSY_RETRY_MIN_S = 0.005
@@ -47,7 +48,7 @@ class Sources:
         referred: list[NodeId] = []
         named: list[NodeId] = []
         busy = False
-        for holder in dict.fromkeys((*flight.referred, *fetch.event.holders)):
+        for holder in _named(flight):
             refusal = self._refusal(flight, holder, now)
             if refusal is not None:
                 why = refusal if why is None or holder == first else why
@@ -67,7 +68,7 @@ class Sources:
 
     def refer(self, flight: Flight, referrals: tuple[NodeId, ...]) -> int:
         """A busy holder named peers that have this block; those that are alive here may be asked. Returns how many."""
-        alive = [peer for peer in referrals if self._membership.is_alive(peer)]
+        alive = [peer for peer in referrals if self._membership.is_alive(peer) and not flight.encoded]
         for peer in alive:
             flight.referred[peer] = None
             flight.failed_at.pop(peer, None)
@@ -77,10 +78,9 @@ class Sources:
         """Who may be asked for a block now besides the holder `but`, best first. Nobody for one that may not be mixed."""
         if flight.anew and flight.received:
             return ()
-        holders = dict.fromkeys((*flight.referred, *flight.leader.event.holders))
         return tuple(
             holder
-            for holder in holders
+            for holder in _named(flight)
             if holder != but and self._busy_until.get(holder, now) <= now and self._refusal(flight, holder, now) is None
         )
 
@@ -112,4 +112,14 @@ class Sources:
         left_s = self._penalties.left_s(holder, now)
         if left_s > 0:
             return Miss(MissReason.STALLED, f"failed to deliver before; not asked for another {left_s:.1f} s")
+        peer = self._membership.get(holder)
+        if flight.encoded and peer is not None and not peer.record.capabilities & Capability.INT8:
+            return Miss(MissReason.NOT_FOUND, "sends nothing as int8")
         return None
+
+
+def _named(flight: Flight) -> tuple[NodeId, ...]:
+    """Whom the leader may ask in principle. The digest of an encoded block is the word of its sender: that has to be the
+    one whose word the fetch goes by anyway."""
+    holders = flight.leader.event.holders
+    return holders[:1] if flight.encoded else tuple(dict.fromkeys((*flight.referred, *holders)))

@@ -18,7 +18,9 @@ from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
     CancelPull,
+    Capability,
     Credit,
+    Encoding,
     GetTokens,
     Message,
     NoTokens,
@@ -71,7 +73,7 @@ class _Upload:
     def size(self, ordinal: int) -> int:
         """Bytes of a block that are wanted."""
         block = self.pull.blocks[ordinal]
-        return block.kv_bytes - block.offset
+        return block.wire_bytes - block.offset
 
 
 class Uploads:
@@ -126,6 +128,8 @@ class Uploads:
         full = len(self._running) >= self._config.uploads_max or of_peer >= self._per_peer_max
         if not self.requests.admits(peer, now) or full:
             return [self._busy(peer, pull, now)]
+        if pull.encoding is not Encoding.RAW and not self._membership.me.capabilities & Capability.INT8:
+            return [_reply(peer, PullFailed(pull.pull_id, None, PullFailedReason.NOT_FOUND))]
         groups = self._groups(peer)
         handles = [self._handle(block, groups) for block in pull.blocks]
         there = frozenset(ordinal for ordinal, handle in enumerate(handles) if handle is not None)
@@ -156,13 +160,13 @@ class Uploads:
         return self._send(now)
 
     def unavailable(self, event: BlockUnavailable, now: float) -> list[Effect]:
-        """The driver could not read a block that it was told to send."""
+        """The driver could not read or encode a block that it was told to send."""
         upload = self._running.get((event.to, event.pull_id))
         if upload is None or event.ordinal >= upload.next or event.ordinal in upload.failed:
             return []
         upload.failed.add(event.ordinal)
         upload.failed_bytes += upload.size(event.ordinal)
-        failed = PullFailed(event.pull_id, event.ordinal, PullFailedReason.EVICTED)
+        failed = PullFailed(event.pull_id, event.ordinal, event.reason)
         return [_reply(event.to, failed), *self._send(now)]
 
     def peer_gone(self, peer: NodeId) -> None:
@@ -250,7 +254,7 @@ class Uploads:
         self.sent_bytes += size
         self._bucket.take(size, now)
         shared = pull.shared and not block.offset and self._sharing.with_peer(peer)
-        return SendBlock(peer, pull.pull_id, ordinal, handle, block.kv_bytes, shared, block.offset)
+        return SendBlock(peer, pull.pull_id, ordinal, handle, block.kv_bytes, shared, block.offset, block.encoded_bytes)
 
     def _end(self, upload: _Upload) -> None:
         del self._running[upload.key]

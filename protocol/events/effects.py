@@ -42,7 +42,8 @@ class SendBlock:
     """Send the bytes of `handle` as chunks (each with a Chunk header) back to the peer that pulled.
 
     `shared`: if they stand in memory that the peer can read, say where (SharedBlocks) instead. `offset`: the peer has so
-    many of its first bytes already, send the rest.
+    many of its first bytes already, send the rest. `encoded_bytes` above 0: send it as int8, an EncodedBlock first; `offset`
+    counts those bytes. BlockUnavailable where it does not come to so many.
     """
 
     to: NodeId
@@ -52,6 +53,7 @@ class SendBlock:
     kv_bytes: int
     shared: bool = False
     offset: int = 0
+    encoded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

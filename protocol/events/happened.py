@@ -9,7 +9,7 @@ from typing import Union
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup
-from kvcomm_p2p.protocol.messages import Erasure, MemberRecord, Message
+from kvcomm_p2p.protocol.messages import Erasure, MemberRecord, Message, PullFailedReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,17 @@ class TokensRequested:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One block to pull: its name, exact size, expected SHA-256 and the reserved handle to fill."""
+    """One block to pull: its name, exact size, expected SHA-256 and the reserved handle to fill.
+
+    `raw_bytes` above 0: `kv_bytes` of it as int8, of a block that has so many. Its first holder alone is asked, which also states
+    the SHA-256 of what it sends; `digest` only says which block is meant.
+    """
 
     key: BlockKey
     kv_bytes: int
     digest: bytes
     handle: BlockHandle
+    raw_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +166,12 @@ class BlockVerified:
 
 @dataclass(frozen=True, slots=True)
 class BlockUnavailable:
-    """A SendBlock could not be carried out: the store no longer has the handle."""
+    """A SendBlock could not be carried out: the store no longer has the handle, or (`reason`) it cannot be encoded."""
 
     to: NodeId
     pull_id: int
     ordinal: int
+    reason: PullFailedReason = PullFailedReason.EVICTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from kvcomm_p2p.protocol.messages.fields import (
     BlockBytesField,
     BlockIndexField,
     CounterField,
+    DigestField,
     NodeIdField,
     OrdinalField,
     SeqField,
@@ -29,20 +30,28 @@ class Encoding(enum.IntEnum):
 
     RAW = 0
     INT8 = 1
+    """As a quarter of float32, approximately (`net.encoding`); each block after an `EncodedBlock`."""
 
 
 class PullBlock(Struct, frozen=True, array_like=True):
     """A block to pull and the size that the puller expects. `offset`: its first bytes are there already (an earlier
-    pull was cut off), send the rest.
+    pull was cut off), send the rest. `encoded_bytes`: what it must come to as INT8, 0 for RAW; `offset` counts what travels.
     """
 
     anchor_id: AnchorIdField
     index: BlockIndexField
     kv_bytes: BlockBytesField
     offset: Annotated[int, Meta(ge=0, lt=BLOCK_BYTES_MAX)] = 0
+    encoded_bytes: Annotated[int, Meta(ge=0, lt=BLOCK_BYTES_MAX)] = 0
 
     def __post_init__(self) -> None:
-        require(self.offset < self.kv_bytes, "offset is behind the block")
+        require(self.encoded_bytes < self.kv_bytes, "a block does not become smaller")
+        require(self.offset < self.wire_bytes, "offset is behind the block")
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all of it, as it travels."""
+        return self.encoded_bytes or self.kv_bytes
 
 
 class Pull(Struct, frozen=True, array_like=True, tag=11):
@@ -57,6 +66,11 @@ class Pull(Struct, frozen=True, array_like=True, tag=11):
     credit_bytes: SeqField
     encoding: Encoding = Encoding.RAW
     shared: bool = False
+
+    def __post_init__(self) -> None:
+        encoded = self.encoding is not Encoding.RAW
+        require(all(bool(block.encoded_bytes) is encoded for block in self.blocks), "blocks do not fit the encoding")
+        require(not (encoded and self.shared), "what stands in shared memory is not encoded")
 
 
 class Credit(Struct, frozen=True, array_like=True, tag=12):
@@ -85,6 +99,14 @@ class Chunk(Struct, frozen=True, array_like=True, tag=14):
 
     def __post_init__(self) -> None:
         require(self.offset + self.length <= BLOCK_BYTES_MAX, "chunk ends behind the largest block")
+
+
+class EncodedBlock(Struct, frozen=True, array_like=True, tag=26):
+    """The block at position `ordinal` of an encoded pull follows; `digest` is the SHA-256 of all of it as it travels."""
+
+    pull_id: CounterField
+    ordinal: OrdinalField
+    digest: DigestField
 
 
 class SharedBlock(Struct, frozen=True, array_like=True):
@@ -120,6 +142,8 @@ class PullFailedReason(enum.IntEnum):
     """The maximum of uploads is running; the whole pull is refused."""
     EVICTED = 3
     """Held when the pull began, gone when it was to be read."""
+    NOT_FINITE = 4
+    """Cannot be encoded, since it holds NaN or infinity."""
 
 
 class PullFailed(Struct, frozen=True, array_like=True, tag=15):

@@ -92,6 +92,14 @@ ordinal = st.integers(0, m.PULL_BLOCKS_MAX - 1)
 block_size = st.integers(1, m.BLOCK_BYTES_MAX)
 detail = st.text(max_size=m.DETAIL_CHARS_MAX)
 pull_blocks = st.builds(m.PullBlock, id16, st.integers(0, m.BLOCKS_PER_ANCHOR_MAX - 1), block_size)
+encoded_blocks = st.builds(
+    lambda anchor_id, index, a, b, offset: m.PullBlock(anchor_id, index, max(a, b) + 1, offset % min(a, b), min(a, b)),
+    id16,
+    st.integers(0, m.BLOCKS_PER_ANCHOR_MAX - 1),
+    st.integers(1, m.BLOCK_BYTES_MAX - 1),
+    st.integers(1, m.BLOCK_BYTES_MAX - 1),
+    st.integers(0, m.BLOCK_BYTES_MAX),
+)
 
 rumours = st.lists(
     st.builds(m.Rumour, id16, counter, counter, st.sampled_from(m.Status), st.just(b"") | id16), max_size=4
@@ -190,6 +198,14 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
     ),
     st.builds(m.ShardAnswer, counter, st.booleans(), st.booleans(), st.lists(rows, max_size=3).map(tuple)),
     st.builds(m.Pull, counter, st.lists(pull_blocks, min_size=1, max_size=5).map(tuple), st.integers(1, m.COUNTER_MAX)),
+    st.builds(
+        m.Pull,
+        counter,
+        st.lists(encoded_blocks, min_size=1, max_size=5).map(tuple),
+        st.integers(1, m.COUNTER_MAX),
+        st.just(m.Encoding.INT8),
+    ),
+    st.builds(m.EncodedBlock, counter, ordinal, st.binary(min_size=32, max_size=32)),
     st.builds(m.Credit, counter, st.integers(1, m.COUNTER_MAX)),
     st.builds(m.CancelPull, counter),
     st.builds(m.Chunk, counter, ordinal, st.integers(0, 2**27), st.integers(1, 2**27)),

@@ -64,6 +64,8 @@ SAMPLES: dict[str, m.Message] = {
     "ping_request": m.PingRequest(7, SENDER),
     "pong": m.Pong(7, SENDER, 2, 3),
     "no_pong": m.NoPong(7),
+    "pull_int8": m.Pull(6, (m.PullBlock(ANCHOR, 3, 1_474_560, 64, 378_000),), 2**20, m.Encoding.INT8),
+    "encoded_block": m.EncodedBlock(6, 0, b"d" * 32),
     "shared_blocks": m.SharedBlocks(6, 4711, (m.SharedBlock(1, 17, 2**31 + 5, 4096, 1_474_560),)),
 }
 
@@ -207,6 +209,14 @@ def test_puts_carry_all_of_an_anchor() -> None:
         [11, 1, [[b"a" * 16, 0, 0]], 5],
         [11, 1, [[b"a" * 16, 0, 2**28 + 1]], 5],
         [11, 1, [[b"a" * 16, 0, 5]] * 1025, 5],
+        [11, 1, [[b"a" * 16, 0, 5, 0, 5]], 5, 1],
+        [11, 1, [[b"a" * 16, 0, 5, 4, 4]], 5, 1],
+        [11, 1, [[b"a" * 16, 0, 5, 0, 4]], 5, 0],
+        [11, 1, [[b"a" * 16, 0, 5, 0, 4], [b"a" * 16, 1, 5]], 5, 1],
+        [11, 1, [[b"a" * 16, 0, 5, 0, 4]], 5, 1, True],
+        [11, 1, [[b"a" * 16, 0, 5]], 5, 2],
+        [26, 1, 0, b"d" * 31],
+        [26, 1, 1024, b"d" * 32],
         [14, 1, 0, 2**28 - 1, 2],
         [15, 1, None, 2, float("nan")],
         [15, 1, None, 2, float("inf")],
