@@ -15,6 +15,9 @@ class InFlight:
         self._cancels: set[threading.Event] = set()
         self._idle = threading.Condition()
 
+    def __len__(self) -> int:
+        return len(self._cancels)
+
     @contextmanager
     def one(self) -> Iterator[threading.Event]:
         """One request, to its end: an event that `cancel_all` and cancelling the task set."""

@@ -26,7 +26,7 @@ from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.prompts import Text
-from kvcomm_p2p.protocol.anchors import AnchorMeta, Miss, MissReason, Visibility
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, Miss, MissReason, Visibility
 
 MakeAgent = Callable[..., Agent]
 
@@ -46,7 +46,7 @@ async def ask_blocks(asker: Agent, holder: Agent, meta: AnchorMeta) -> set[MissR
     stack = asker._running()
     held = await asyncio.wrap_future(holder._running().driver.run(_held(holder, meta)))
     wants = [
-        ((meta.anchor_id, index), meta.kv_bytes // meta.tokens * meta.block_tokens(index), held.digests[index])
+        (BlockKey(meta.anchor_id, index), meta.kv_bytes // meta.tokens * meta.block_tokens(index), held.digests[index])
         for index in range(meta.blocks)
     ]
     result = await asyncio.wrap_future(stack.driver.run(stack.driver.fetch(holder.node_id, wants, 5.0)))
