@@ -12,6 +12,8 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.encoded_uploads import Encoded, EncodedUploads
+from kvcomm_p2p.protocol.anchors import BlockHandle, KVLayout
 from kvcomm_p2p.protocol.events import (
     AdoptShared,
     BlockUnavailable,
@@ -24,7 +26,7 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
 )
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, Chunk, SharedBlock, SharedBlocks
+from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, Chunk, EncodedBlock, SharedBlock, SharedBlocks
 from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX
 from kvcomm_p2p.store import BlockStore, Place, StaleHandle
 
@@ -52,7 +54,9 @@ class BlockMover:
         send_chunk: SendChunk,
         send_message: Callable[[SendMessage], None],
         report: Callable[[Event], None],
+        layout: KVLayout | None = None,
     ) -> None:
+        """`layout`: of the blocks that may go out as int8; None: none may."""
         self._store = store
         self._hashers = hashers
         self._verify = verify
@@ -60,6 +64,7 @@ class BlockMover:
         self._send_chunk = send_chunk
         self._send_message = send_message
         self._report = report
+        self._encoded = EncodedUploads(layout, hashers, self._send_encoded, report)
         self._offers: list[SharedBlock] = []
         self._offered_to: tuple[NodeId, int] | None = None
         self._lock = threading.Lock()
@@ -71,6 +76,7 @@ class BlockMover:
     def start(self) -> None:
         """On the running loop."""
         self._loop = asyncio.get_running_loop()
+        self._encoded.start()
 
     # -------------------------------------------------------------------------------------------------------------- out
 
@@ -81,13 +87,24 @@ class BlockMover:
         except StaleHandle:
             self._report(BlockUnavailable(effect.to, effect.pull_id, effect.ordinal))
             return
+        if effect.encoded_bytes:
+            self._encoded.send(effect, view)
+            return
         place = self._store.place(effect.handle) if effect.shared else None
         if place is not None:
             self._offer(effect, place)
             return
         self.flush()
-        for offset in range(effect.offset, effect.kv_bytes, CHUNK_BYTES_MAX):
-            payload = view[offset : min(offset + CHUNK_BYTES_MAX, effect.kv_bytes)]
+        self._send_chunks(effect, view)
+
+    def _send_encoded(self, effect: SendBlock, encoded: Encoded) -> None:
+        told = EncodedBlock(effect.pull_id, effect.ordinal, encoded.digest)
+        self._send_message(SendMessage(effect.to, "", told, Plane.BULK_REPLY))
+        self._send_chunks(effect, encoded.data)
+
+    def _send_chunks(self, effect: SendBlock, data: memoryview) -> None:
+        for offset in range(effect.offset, data.nbytes, CHUNK_BYTES_MAX):
+            payload = data[offset : offset + CHUNK_BYTES_MAX]
             header = Chunk(effect.pull_id, effect.ordinal, offset, payload.nbytes)
             if not self._send_chunk(effect.to, header, payload):
                 self._counters.lost["Chunk"] += 1
@@ -131,8 +148,13 @@ class BlockMover:
             self._checking += 1
         self._hashers.submit(self._check_all)
 
+    def forget(self, handle: BlockHandle) -> None:
+        """A block is given up."""
+        self._encoded.forget(handle)
+
     def stop(self) -> None:
-        """What waits to be checked is forgotten."""
+        """What waits to be checked or encoded is forgotten."""
+        self._encoded.stop()
         with self._lock:
             self._waiting.clear()
 

@@ -7,14 +7,14 @@ import asyncio
 import concurrent.futures
 import math
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.net.counters import WireCounters
+from kvcomm_p2p.net.answers import DriverStats, FetchResult, TokensResult
 from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.identity import Identity
@@ -23,12 +23,11 @@ from kvcomm_p2p.net.key_watch import KeyWatch
 from kvcomm_p2p.net.keys import ClusterKeys
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Transport
-from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, KVLayout, Miss, MissReason
 from kvcomm_p2p.protocol.events import (
     AnchorsForgotten,
     AnchorsPublished,
     AnchorsUsed,
-    AnchorTokens,
     EraseRequested,
     FetchCancelled,
     FetchRequested,
@@ -45,8 +44,10 @@ from kvcomm_p2p.protocol.events import (
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.messages import Erasure
-from kvcomm_p2p.protocol.views import NodeStats, PeerView
+from kvcomm_p2p.protocol.views import PeerView
 from kvcomm_p2p.store import BlockStore
+
+__all__ = ["Driver", "DriverStats", "FetchResult", "TokensResult"]
 
 HASH_THREADS = 2
 FLUSH_S = 0.2
@@ -59,37 +60,6 @@ LOOKUP_DEADLINE_S = 1.0
 """Outer bound of `Driver.find`; silent peers end it much earlier (NodeConfig.lookup_timeout_s)."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """Every wanted block is in exactly one of `found` and `missed`. The caller owns one reference to each found handle.
-
-    `wait_lost_s`: seconds without progress before a peer was given up.
-    """
-
-    found: dict[BlockKey, BlockHandle]
-    missed: dict[BlockKey, Miss]
-    wait_lost_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokensResult:
-    """Token ids and digests as the holder states them, or why there are none."""
-
-    result: AnchorTokens | Miss
-    wait_lost_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DriverStats:
-    """The node's view, the wire's counters and the store's bytes at one moment."""
-
-    node: NodeStats
-    wire: WireCounters
-    store_blocks: int
-    store_held_bytes: int
-    store_reserved_bytes: int
 
 
 class Driver:
@@ -108,16 +78,18 @@ class Driver:
         gate: Gate | None = None,
         state_dir: Path | None = None,
         life: NodeLife | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         """`verify(bytes, digest)` runs in a pool of threads for every pulled block; only measurements replace it. `gate`: who
         is believed, by default every holder of `keys`. `state_dir`: where changes of keys and of the allow-list are looked for
-        while the driver runs; None: nowhere. `life`: what outlives this process, closed by `stop`; None: nothing does."""
+        while the driver runs; None: nowhere. `life`: what outlives this process, closed by `stop`; None: nothing does.
+        `layout`: of blocks that peers may ask for as int8 (`Capability.INT8`); None: they may not."""
         self._store = store
         self._life = life
         self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="kvcomm-hash")
         sealer = Sealer(keys.seal)
         self._interpreter = Interpreter(
-            make_node, transport, store, sealer, self._hashers, self._on_finish, verify, gate, life
+            make_node, transport, store, sealer, self._hashers, self._on_finish, verify, gate, life, layout
         )
         self._key_watch = (
             None if state_dir is None else KeyWatch(state_dir, keys, sealer, self._interpreter.set_allowed)
@@ -241,9 +213,12 @@ class Driver:
         others: Sequence[NodeId] = (),
         busy_s: float = math.inf,
         anchors: Sequence[AnchorMeta] = (),
+        raw_bytes: Mapping[BlockKey, int] = MappingProxyType({}),
     ) -> FetchResult:
         """Loop. Pull blocks, given as (key, kv_bytes, SHA-256 as `holder` states it). Cancelling the awaiting task cancels
         the pull. `others`: who else may have them, best first; `stall_s`, `busy_s`, `anchors` as in FetchRequested.
+        `raw_bytes`: sizes of the blocks that are to come as int8, of which `kv_bytes` then says how many; they are handed
+        over as such (`encodes` says which holder can be asked).
 
         Raises ValueError if a key comes twice or a size is not positive.
         """
@@ -251,7 +226,9 @@ class Driver:
             raise ValueError("a block is wanted twice by one fetch, or without bytes")
         if self._stop.is_set():
             return FetchResult({}, {key: Miss(MissReason.SHUTDOWN) for key, _, _ in blocks}, 0.0)
-        wants = tuple(Want(key, size, digest, self._store.reserve(size)) for key, size, digest in blocks)
+        wants = tuple(
+            Want(key, size, digest, self._store.reserve(size), raw_bytes.get(key, 0)) for key, size, digest in blocks
+        )
         fetch_id = self._take_id()
         future: asyncio.Future[FetchResult] = self._loop.create_future()
         self._fetches[fetch_id] = (future, wants)
@@ -315,6 +292,10 @@ class Driver:
             return await future
         finally:
             self._lookups.pop(request_id, None)
+
+    def encodes(self, holder: NodeId) -> bool:
+        """Loop. Whether blocks can be pulled from this holder as int8, and would have to travel at all."""
+        return self._interpreter.node.encodes(holder)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
         """Loop. An anchor of the own pool."""

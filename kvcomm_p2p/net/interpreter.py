@@ -23,6 +23,7 @@ from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.identity import Allowed
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Connection, Transport
+from kvcomm_p2p.protocol.anchors import KVLayout
 from kvcomm_p2p.protocol.events import (
     AdoptShared,
     ChunkReceived,
@@ -84,6 +85,7 @@ class Interpreter:
         verify: Callable[[memoryview, bytes], bool],
         gate: Gate | None = None,
         life: NodeLife | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         self._make_node = make_node
         self._transport = transport
@@ -103,7 +105,7 @@ class Interpreter:
         self._admission = Admission(self.gate, sealer, self.counters)
         self.on_erased: Callable[[tuple[AnchorId, ...]], None] = lambda anchor_ids: None
         self._mover = BlockMover(
-            store, hashers, verify, self.counters, self._send_chunk, self._send_message, self._handle_safely
+            store, hashers, verify, self.counters, self._send_chunk, self._send_message, self._handle_safely, layout
         )
         self._carry_out: dict[type, Callable[[Any], None]] = {
             SendMessage: self._send_message,
@@ -303,6 +305,7 @@ class Interpreter:
 
     def _drop_block(self, effect: DropBlock) -> None:
         self._store.drop(effect.handle)
+        self._mover.forget(effect.handle)
 
     def _save_state(self, effect: SaveState) -> None:
         if self._life is not None:
