@@ -118,9 +118,8 @@ class Pulls:
     def cancel(self, fetch_id: int, now: float) -> list[Effect]:
         """Ignored if the fetch is finished already."""
         fetch = self._table.fetches.get(fetch_id)
-        if fetch is None:
-            return []
-        return self._table.abandon(fetch, Miss(MissReason.CANCELLED), now) + self._table.schedule(now)
+        ended = [] if fetch is None else self._table.abandon(fetch, Miss(MissReason.CANCELLED), now)
+        return ended + self._table.schedule(now)
 
     def shutdown(self, now: float) -> list[Effect]:
         self._is_over = True
@@ -314,6 +313,10 @@ class Pulls:
             if pull.hedges_at(self._config) <= now:
                 effects += self._hedge(pull, now)
         effects += self._table.schedule(now)
+        self._tire(now)
+        return effects + self._table.schedule(now)
+
+    def _tire(self, now: float) -> None:
         for flight in self._table.waiting.values():
             late_s = now - self._tired_at(flight)
             if late_s > LATE_S:
@@ -324,7 +327,6 @@ class Pulls:
                 flight.hopeless = stalled if flight.queued else busy
                 flight.leader.lose(self._table.waits_since(flight), now)
         self._sources.forget_retries(now)
-        return effects + self._table.schedule(now)
 
     def _stalled(self, pull: PullState, now: float) -> list[Effect]:
         """Nothing came for as long as may be waited; who waits for the same holder lost that time too."""
