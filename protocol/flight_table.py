@@ -8,7 +8,7 @@ from kvcomm_p2p.protocol import racing
 from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import DropBlock, Effect, FoundBlock, MissedBlock, RetainBlock
-from kvcomm_p2p.protocol.flights import Fetch, Flight, FlightKey, PullState
+from kvcomm_p2p.protocol.flights import LATE_S, Fetch, Flight, FlightKey, PullState
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import BLOCK_BYTES_MAX, PULL_BLOCKS_MAX, CancelPull
@@ -229,3 +229,23 @@ class FlightTable:
         leader = flight.leader
         holders = (*flight.referred, *leader.event.holders)
         return max(leader.progress_at, leader.started_at, *(self.came_at.get(holder, 0.0) for holder in holders))
+
+    def tired_at(self, flight: Flight) -> float:
+        """When a flight that waits, for busy holders or behind others, is given up."""
+        config = self._config
+        if flight.queued:
+            return flight.leader.impatient_at(config, self.waits_since(flight))
+        patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
+        return self.waits_since(flight) + patience_s
+
+    def tire(self, now: float) -> None:
+        """Flights that have waited for too long are hopeless."""
+        for flight in self.waiting.values():
+            late_s = now - self.tired_at(flight)
+            if late_s > LATE_S:
+                flight.leader.progress_at = min(now, self.waits_since(flight) + late_s + LATE_S)
+            elif late_s >= 0 and flight.hopeless is None:
+                busy = Miss(MissReason.BUSY, "every holder serves as many as it can")
+                stalled = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
+                flight.hopeless = stalled if flight.queued else busy
+                flight.leader.lose(self.waits_since(flight), now)

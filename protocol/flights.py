@@ -29,6 +29,10 @@ SHARED_WINDOW_FACTOR = 4
 
 ROUNDING_S = 1e-9
 
+LATE_S = 0.02
+"""A timer that rings later than this is our own fault: bytes may be waiting to be read, so nobody is given up yet, and what
+it was late is nobody's silence."""
+
 FAILED_AS = {reason: MissReason[reason.name] for reason in PullFailedReason}
 
 

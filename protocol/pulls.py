@@ -28,7 +28,7 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
 )
 from kvcomm_p2p.protocol.flight_table import FlightTable
-from kvcomm_p2p.protocol.flights import FAILED_AS, Fetch, Flight, PullState, PullViolation, in_pieces, key_of
+from kvcomm_p2p.protocol.flights import FAILED_AS, LATE_S, Fetch, Flight, PullState, PullViolation, in_pieces, key_of
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
@@ -41,10 +41,6 @@ from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
-
-LATE_S = 0.02
-"""A timer that rings later than this is our own fault: bytes may be waiting to be read, so nobody is given up yet, and what
-it was late is nobody's silence."""
 
 
 class Pulls:
@@ -286,7 +282,7 @@ class Pulls:
             for fetch in pull.waiting():
                 deadline = min(deadline, fetch.impatient_at(self._config, pull.progress_at))
         if self._table.waiting:
-            deadline = min(deadline, *(self._tired_at(flight) for flight in self._table.waiting.values()))
+            deadline = min(deadline, *(self._table.tired_at(flight) for flight in self._table.waiting.values()))
             deadline = min(deadline, self._sources.retry_at())
         return deadline
 
@@ -313,20 +309,9 @@ class Pulls:
             if pull.hedges_at(self._config) <= now:
                 effects += self._hedge(pull, now)
         effects += self._table.schedule(now)
-        self._tire(now)
-        return effects + self._table.schedule(now)
-
-    def _tire(self, now: float) -> None:
-        for flight in self._table.waiting.values():
-            late_s = now - self._tired_at(flight)
-            if late_s > LATE_S:
-                flight.leader.progress_at = min(now, self._table.waits_since(flight) + late_s + LATE_S)
-            elif late_s >= 0 and flight.hopeless is None:
-                busy = Miss(MissReason.BUSY, "every holder serves as many as it can")
-                stalled = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
-                flight.hopeless = stalled if flight.queued else busy
-                flight.leader.lose(self._table.waits_since(flight), now)
+        self._table.tire(now)
         self._sources.forget_retries(now)
+        return effects + self._table.schedule(now)
 
     def _stalled(self, pull: PullState, now: float) -> list[Effect]:
         """Nothing came for as long as may be waited; who waits for the same holder lost that time too."""
@@ -353,14 +338,6 @@ class Pulls:
                 self._table.counts["hedged"] += 1
                 return [later.ask(self._config.credit_bytes)]
         return []
-
-    def _tired_at(self, flight: Flight) -> float:
-        """When a flight that waits, for busy holders or behind others, is given up."""
-        config = self._config
-        if flight.queued:
-            return flight.leader.impatient_at(config, self._table.waits_since(flight))
-        patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
-        return self._table.waits_since(flight) + patience_s
 
     def peer_gone(self, peer: NodeId, now: float) -> list[Effect]:
         """The holder left, expired or cannot be reached."""
