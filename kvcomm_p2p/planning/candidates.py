@@ -43,7 +43,8 @@ class Candidate:
     """Equal pieces of one donor that could be reused as one run: ascending in prompt and donor, with small holes between
     them, which are recomputed. Most have one piece. `provenance` and `likeness`: of what stands before it (`plan.placed`
     says before which piece); `context`: all that is known of that, None before `plan.placed`; `edge`: the kind of prefix
-    change (`edges.edge_of`), empty before `plan.placed`."""
+    change (`edges.edge_of`), empty before `plan.placed`. `encoded`: it travels as int8, which adds `wire_kl` to its
+    divergence (nats per token of a prompt that is wholly reused)."""
 
     donor: Donor
     pieces: tuple[Run, ...]
@@ -51,6 +52,8 @@ class Candidate:
     likeness: float = 0.0
     context: Context | None = None
     edge: bytes = b""
+    encoded: bool = False
+    wire_kl: float = 0.0
 
     @property
     def start(self) -> int:
@@ -130,7 +133,7 @@ class Candidate:
         return self.provenance, -self.likeness, not self.donor.local, moved, self.start
 
     def _span(self, piece: Run, kind: SpanKind) -> Span:
-        return Span(piece.prompt_start, piece.prompt_end, kind, self.donor, piece.donor_start)
+        return Span(piece.prompt_start, piece.prompt_end, kind, self.donor, piece.donor_start, encoded=self.encoded)
 
 
 def hole_head(piece: Run, rules: ReuseRules) -> int:

@@ -32,6 +32,7 @@ def is_safe(spans: Sequence[Span], planned_s: float, costs: Costs, pulls: Mappin
         pull_latency_s=costs.pull_latency_s * _WORST,
         pull_bytes_per_s=costs.pull_bytes_per_s / _WORST,
         align_bytes_per_s=costs.align_bytes_per_s / _WORST,
+        int8_bytes_per_s=costs.int8_bytes_per_s / _WORST,
     )
     slow_pulls = {peer: PullCost(cost.latency_s * _WORST, cost.bytes_per_s / _WORST) for peer, cost in pulls.items()}
     dense = [Span(0, spans[-1].end, SpanKind.RECOMPUTE)]

@@ -53,6 +53,19 @@ def correction_s(costs: Costs, tokens: int) -> float:
     return align_s(costs, CORRECTION_TOKENS * tokens * costs.token_bytes)
 
 
+def first_costs(forward_s: float, token_s: float, token_bytes: int) -> Costs:
+    """What an agent believes that has timed a few short forwards and nothing else: it begins on the side of slow transfers."""
+    return Costs(
+        forward_s=forward_s,
+        token_s=token_s,
+        attention_s=token_s / 5000,
+        pull_latency_s=0.01,
+        pull_bytes_per_s=4e8,
+        align_bytes_per_s=1.5e9,
+        token_bytes=token_bytes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PullCost:
     """What pulling from one peer costs: latency_s + bytes / bytes_per_s."""
@@ -75,7 +88,7 @@ class CostTracker:
 
     def __init__(self, costs: Costs) -> None:
         """`costs`: starting values, all > 0, measured at load or guessed on the side of slow transfers."""
-        self._token_bytes = costs.token_bytes
+        self._fixed = costs
         self._prefill = _RobustFit((costs.forward_s, costs.token_s, costs.attention_s), self.OBSERVATIONS_MAX)
         self._align = _RobustFit((1 / costs.align_bytes_per_s,), self.OBSERVATIONS_MAX)
         self._pull = _RobustFit((costs.pull_latency_s, 1 / costs.pull_bytes_per_s), self.OBSERVATIONS_MAX)
@@ -112,7 +125,9 @@ class CostTracker:
             pull_latency_s=latency,
             pull_bytes_per_s=_rate(byte),
             align_bytes_per_s=_rate(self._align.coefficients[0]),
-            token_bytes=self._token_bytes,
+            token_bytes=self._fixed.token_bytes,
+            int8_share=self._fixed.int8_share,
+            int8_bytes_per_s=self._fixed.int8_bytes_per_s,
         )
 
     @property
@@ -131,7 +146,7 @@ class CostTracker:
             self._prefill.observe((1.0, float(tokens), pairs), seconds)
 
     def saw_pull(self, peer: NodeId, kv_bytes: int, seconds: float) -> None:
-        """Pulling `kv_bytes` from `peer` took `seconds`, from the request to the last verified block."""
+        """Pulling `kv_bytes` (as they travelled) from `peer` took `seconds`, from the request to the last verified block."""
         if kv_bytes > 0:
             if peer not in self._peers:
                 self._peers[peer] = _RobustFit(self._pull.coefficients, self.OBSERVATIONS_MAX)

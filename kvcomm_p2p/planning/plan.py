@@ -10,6 +10,7 @@ taken.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,16 +22,17 @@ from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.costs import PullCost, attended, correction_s, forward_s
 from kvcomm_p2p.planning.edges import edge_of
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
-from kvcomm_p2p.planning.provenance import BARE_TOKENS_MAX, context_likeness, kind
+from kvcomm_p2p.planning.provenance import BARE_TOKENS_MAX, PROVENANCE_TEXTS, context_likeness, kind
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
 from kvcomm_p2p.planning.rivals import Weight, rivals
-from kvcomm_p2p.planning.spans import predicted_s, pull_cost, pulled_bytes, span_hops
+from kvcomm_p2p.planning.spans import predicted_s, pull_cost, span_hops, travel_s, wire_bytes
+from kvcomm_p2p.planning.travel import pays, travelling, worth_encoding
 from kvcomm_p2p.planning.types import (
     Costs,
     Donor,
+    Int8From,
     Mode,
     Plan,
-    Provenance,
     Rejected,
     Repair,
     ReuseRules,
@@ -48,6 +50,7 @@ KL_TARGET = {Mode.BALANCED: 0.003, Mode.FAST: 0.02}
 """What a plan aims at, nats per token of the answer."""
 KL_MAX = {Mode.BALANCED: 0.02, Mode.FAST: 0.05}
 """The budget of a request: what is predicted to cost more, before or after the repair, is recomputed."""
+NOBODY = Int8From()
 LAST_WHY = "last token: its logits are needed"
 SLOWER_WHY = "recomputing everything is faster"
 RISKY_WHY = "recomputing everything may be faster: what would be saved is less than what is known for sure"
@@ -62,15 +65,6 @@ _LIKENESS_WORTH = 0.1
 REPORTED_TOKENS_MIN = 16
 """Shorter equal runs are not worth a word in the report."""
 
-PROVENANCE_TEXTS = {
-    Provenance.SAME: "a copy from the same context",
-    Provenance.NEAR: "a copy from nearly the same context",
-    Provenance.ROLE: "a copy from behind another beginning",
-    Provenance.BARE: "a copy computed behind nothing",
-    Provenance.TEXT: "a copy from behind other text of the same length",
-    Provenance.OTHER: "a copy from behind more text",
-}
-
 
 def make_plan(
     prompt_ids: TokenIds,
@@ -81,6 +75,7 @@ def make_plan(
     *,
     pulls: Mapping[NodeId, PullCost] | None = None,
     key: bytes = b"no key",
+    int8: Int8From = NOBODY,
 ) -> Plan:
     """Plan for `prompt_ids` (uint32 [T], T >= 1) with the KV of `donors`.
 
@@ -90,7 +85,8 @@ def make_plan(
     and at least `rules.run_tokens_min` tokens, or as few as `rules.short` allows, and is repaired as `rules` has measured
     for its provenance (see `Candidate.spans`); of copies of the same content, the one whose context is most like the
     prompt's is taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the
-    content key, under which peers' contexts are sketched. Raises ValueError for an empty prompt.
+    content key, under which peers' contexts are sketched. `int8`: whose runs may travel as int8, where that pays. Raises
+    ValueError for an empty prompt.
     """
     prompt = np.asarray(prompt_ids, np.uint32)
     if not len(prompt):
@@ -100,7 +96,13 @@ def make_plan(
     if mode is Mode.DENSE:
         return Plan(len(prompt), mode, (replace(dense, why="dense mode"),), (), dense_s, dense_s)
     planner = _Planner(prompt, donors, mode, rules, costs, pulls or {}, key)
-    best = min(map(planner.behind, planner.prefixes()), key=lambda each: (not each.safe, each.planned_s))
+    best = planner.best()
+    holders = worth_encoding(int8, rules, costs, pulls or {}) if mode in APPROXIMATE else frozenset()
+    if holders:
+        encoding = planner.encoding(holders)
+        other, raw_s = encoding.best(), min(best.planned_s, dense_s) if best.safe else dense_s
+        if other.safe and pays(other.spans, other.planned_s, raw_s, dense_s, int8.always):
+            planner, best = encoding, other
     if best.planned_s >= dense_s or not best.safe:
         used = _donated(best)
         why = RISKY_WHY if best.planned_s < dense_s else SLOWER_WHY if used else dense.why
@@ -170,6 +172,16 @@ class _Planner:
         self._approximate = mode in APPROXIMATE and rules.approximate
         self._found = [placed(run, prompt, key) for run in find_candidates(prompt, donors, REPORTED_TOKENS_MIN)]
         self._exact = exact_prefix(prompt[:-1], donors)
+
+    def encoding(self, holders: frozenset[NodeId]) -> _Planner:
+        """A planner of the same prompt whose runs travel as int8 from these holders, where they may."""
+        other = copy(self)
+        other._found = [travelling(run, holders, self._rules) for run in self._found]
+        return other
+
+    def best(self) -> _Option:
+        """The fastest way that is safe, the fastest if none is."""
+        return min(map(self.behind, self.prefixes()), key=lambda each: (not each.safe, each.planned_s))
 
     def prefixes(self) -> list[list[PrefixPiece]]:
         """Exact prefixes to try, longest first: what comes from peers or behind a gap may not pay."""
@@ -282,8 +294,8 @@ class _Planner:
         saved = forward_s(costs, run.tokens, attended(run.tokens, run.start)) - costs.forward_s
         saved -= repair_s(run, repair, self._rules, costs) + _correction_s(run, repair, costs)
         saved -= run.tokens * costs.token_bytes / costs.align_bytes_per_s
-        for holder, kv_bytes in pulled_bytes(run.whole(), costs.token_bytes).items():
-            saved -= kv_bytes / pull_cost(costs, self._pulls, holder).bytes_per_s
+        for holder, wire in wire_bytes(run.whole(), costs).items():
+            saved -= travel_s(wire, pull_cost(costs, self._pulls, holder), costs)
         return saved
 
     def _choice(self, run: Candidate, repair: Repair) -> RunChoice:

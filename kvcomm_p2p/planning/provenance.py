@@ -41,6 +41,15 @@ from kvcomm_p2p.planning.simhash import SIMHASH_BITS, simhash
 from kvcomm_p2p.planning.types import Donor, Provenance
 from kvcomm_p2p.protocol.anchors import CONTEXT_TOKENS
 
+PROVENANCE_TEXTS = {
+    Provenance.SAME: "a copy from the same context",
+    Provenance.NEAR: "a copy from nearly the same context",
+    Provenance.ROLE: "a copy from behind another beginning",
+    Provenance.BARE: "a copy computed behind nothing",
+    Provenance.TEXT: "a copy from behind other text of the same length",
+    Provenance.OTHER: "a copy from behind more text",
+}
+
 BARE_TOKENS_MAX = 7
 """A copy with no more tokens before it than this was computed behind nothing."""
 

@@ -15,8 +15,9 @@ def expected_kl(run: Candidate, repair: Repair, prompt_tokens: int) -> float:
     """Share of a request's divergence (nats per token) that one reused run is expected to bring.
 
     Measured divergences hold for prompts that are wholly reused; a run brings its share of the prompt's tokens of it.
+    What travelled as int8 adds its own.
     """
-    return repair.kl * run.tokens / prompt_tokens
+    return (repair.kl + run.wire_kl) * run.tokens / prompt_tokens
 
 
 def repaired_tokens(run: Candidate, repair: Repair, rules: ReuseRules) -> int:

@@ -138,7 +138,8 @@ def _repaired(
     tokens_min = rules.short_tokens_min if repair.memory else rules.run_tokens_min
     if sum(piece.length for piece in pieces) < tokens_min:
         return [Span(start, end, SpanKind.RECOMPUTE, why="too little is left of a run with missing blocks")]
-    built = Candidate(donor, tuple(pieces)).spans(repair, rules, number)
+    encoded = any(span.encoded for span in members)
+    built = Candidate(donor, tuple(pieces), encoded=encoded).spans(repair, rules, number)
     # Holes are told with their own reasons; so is what is missing before the first piece and behind the last.
     kept = [span for span in built if span.donor is not None]
     return sorted([*kept, *whys], key=lambda span: span.start)

@@ -22,11 +22,12 @@ the same cores: on loopback a forward beside it took twice its time, and both to
 
 
 def span_hops(span: Span) -> int:
-    """Largest hops among the donor's anchors that the span draws from; 0 without a donor."""
+    """Largest hops among the donor's anchors that the span draws from, one more for what travels as int8; 0 without a
+    donor."""
     if span.donor is None:
         return 0
     start, end = span.donor_start, span.donor_start + span.tokens
-    return max((a.hops for a in span.donor.anchors if a.start < end and start < a.end), default=0)
+    return max((a.hops for a in span.donor.anchors if a.start < end and start < a.end), default=0) + span.encoded
 
 
 def hops_at(plan: Plan) -> tuple[tuple[int, int], ...]:
@@ -110,6 +111,36 @@ def pulled_bytes(spans: Iterable[Span], token_bytes: int) -> dict[NodeId, int]:
     return bytes_from
 
 
+def encoded_blocks(spans: Iterable[Span]) -> frozenset[tuple[NodeId, BlockKey]]:
+    """Blocks (holder, key) that travel as int8: those that encoded spans need, and no other span."""
+    needed: dict[bool, set[tuple[NodeId, BlockKey]]] = {False: set(), True: set()}
+    for span in spans:
+        if span.donor is not None and not span.donor.local:
+            blocks = blocks_needed(span)
+            needed[span.encoded].update((span.donor.holder, BlockKey(a.anchor_id, index)) for a, index in blocks)
+    return frozenset(needed[True] - needed[False])
+
+
+class Wire(NamedTuple):
+    """Bytes that come from one peer: `wire_bytes` travel; for them `int8_bytes` of KV are encoded there and decoded here."""
+
+    wire_bytes: int
+    int8_bytes: int
+
+
+def wire_bytes(spans: Sequence[Span], costs: Costs) -> dict[NodeId, Wire]:
+    """What comes from each peer for these spans."""
+    whole = pulled_bytes(spans, costs.token_bytes)
+    if not any(span.encoded for span in spans):
+        return {holder: Wire(kv_bytes, 0) for holder, kv_bytes in whole.items()}
+    raw = pulled_bytes((span for span in spans if not span.encoded), costs.token_bytes)
+    found: dict[NodeId, Wire] = {}
+    for holder, kv_bytes in whole.items():
+        int8_bytes = kv_bytes - raw.get(holder, 0)
+        found[holder] = Wire(kv_bytes - int8_bytes + round(costs.int8_share * int8_bytes), int8_bytes)
+    return found
+
+
 def predicted_s(
     spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost], lead: int | None = None
 ) -> float:
@@ -147,12 +178,17 @@ def work_of(spans: Sequence[Span], costs: Costs, lead: int) -> Work:
     return Work(_forward_s(costs, ahead), _forward_s(costs, rest), align_s(costs, copied))
 
 
-def pull_wait_s(spans: Iterable[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
+def pull_wait_s(spans: Sequence[Span], costs: Costs, pulls: Mapping[NodeId, PullCost]) -> float:
     """Seconds until all blocks of peers are here, 0 if none are needed: bytes share our link, latencies run side by side."""
-    pulled = pulled_bytes(spans, costs.token_bytes)
-    by_peer = [(pull_cost(costs, pulls, holder), kv_bytes) for holder, kv_bytes in pulled.items()]
+    pulled = wire_bytes(spans, costs)
+    by_peer = [(pull_cost(costs, pulls, holder), wire) for holder, wire in pulled.items()]
     latency = max((cost.latency_s for cost, _ in by_peer), default=0.0)
-    return latency + sum(kv_bytes / cost.bytes_per_s for cost, kv_bytes in by_peer)
+    return latency + sum(travel_s(wire, cost, costs) for cost, wire in by_peer)
+
+
+def travel_s(wire: Wire, cost: PullCost, costs: Costs) -> float:
+    """Seconds that bytes take from one peer, without latency."""
+    return wire.wire_bytes / cost.bytes_per_s + wire.int8_bytes / costs.int8_bytes_per_s
 
 
 def lead_rows(plan: Plan, costs: Costs, pulls: Mapping[NodeId, PullCost]) -> tuple[int, int]:

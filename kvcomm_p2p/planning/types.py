@@ -128,6 +128,7 @@ class Span:
     `why` is one phrase for people ("head of a reused run", "no donor", "shorter than 64 tokens", ...). `probes`: so many
     evenly spaced tokens of a REUSE span are recomputed all the same, for the guard to compare; with `shift` they also
     correct the others. `run` numbers the reused runs of a plan, from 1: its head, and all of its pieces; 0 elsewhere.
+    `encoded`: its KV travels as int8, as far as no span that is not needs the same blocks.
     """
 
     start: int
@@ -139,6 +140,7 @@ class Span:
     probes: int = 0
     shift: bool = False
     run: int = 0
+    encoded: bool = False
 
     @property
     def tokens(self) -> int:
@@ -210,8 +212,8 @@ class Plan:
     """How a prompt of `tokens` tokens is filled: spans are contiguous, ascending and cover [0, tokens).
 
     The last prompt token is always recomputed (its logits are needed). `hops` of the KV after position p is the largest
-    donor hops + 1 of any REUSE span (or hops of a CONTINUED one) that starts at or before p, with what such a span is
-    entangled with; see `spans.hops_at`.
+    donor hops + 1 of any REUSE span (+ 2 if it travelled as int8; or hops of a CONTINUED one) that starts at or before p,
+    with what such a span is entangled with; see `spans.hops_at`.
     """
 
     tokens: int
@@ -250,6 +252,9 @@ class ReuseRules:
     `short`: per provenance the one way in which runs of `short_tokens_min` to `run_tokens_min` - 1 tokens may be reused; a
     provenance that is missing is not. `short_from`: per kind of prefix change (`edges.edge_of`) of which enough is
     remembered the first prompt position where that may be used; a kind that is missing is not reused.
+
+    `int8_kl`: divergence of KV that travelled as int8, nats per token of the answer, if the whole prompt were such; None: it
+    was not measured, and nothing travels so.
     """
 
     approximate: bool
@@ -264,6 +269,7 @@ class ReuseRules:
     short: Mapping[Provenance, Repair] = field(default_factory=lambda: _NO_REPAIR)
     short_tokens_min: int = 16
     short_from: Mapping[bytes, int] = field(default_factory=lambda: _NOWHERE)
+    int8_kl: float | None = None
 
     def options(self, provenance: Provenance, start: int, tokens: int, edge: bytes = b"") -> tuple[Repair, ...]:
         """The measured repairs of a run of `tokens` equal tokens at prompt position `start`, cheapest first. `edge`: its kind
@@ -288,11 +294,22 @@ _NOWHERE: Mapping[bytes, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
+class Int8From:
+    """`holders`: who sends KV as int8 to this node. `always`: they are asked to wherever it may be approximate, not only
+    where the link is slow."""
+
+    holders: frozenset[NodeId] = frozenset()
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Measured constants of this machine and model (seconds, tokens, bytes). Refreshed online by `costs.CostTracker`.
 
     Recomputing R tokens against C cached ones costs forward_s + R * token_s + (R * C + R * R / 2) * attention_s.
     Pulling B bytes costs pull_latency_s + B / pull_bytes_per_s; aligning B bytes costs B / align_bytes_per_s.
+    As int8, B bytes of KV are int8_share * B bytes on the way (0: they cannot travel so), and encoding and decoding them
+    costs B / int8_bytes_per_s.
     """
 
     forward_s: float
@@ -302,3 +319,5 @@ class Costs:
     pull_bytes_per_s: float
     align_bytes_per_s: float
     token_bytes: int
+    int8_share: float = 0.0
+    int8_bytes_per_s: float = 5e8
