@@ -20,6 +20,7 @@ from kvcomm_p2p.sim import workloads
 from kvcomm_p2p.sim.cost_table import DEFAULT_TABLE
 from kvcomm_p2p.sim.graphs import make_graph
 from kvcomm_p2p.sim.links import PROFILES, LinkProfile
+from kvcomm_p2p.sim.recorded import recorded_workload
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,6 +47,8 @@ class NetworkSpec(Struct, frozen=True, forbid_unknown_fields=True):
     loss: Share = 0.0
     duplication: Share = 0.0
     reordering: Share = 0.0
+    same_host: bool = False
+    """All agents are processes of one machine and user: blocks are shared in memory instead of being sent."""
     latency_s: Seconds | None = None
     bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
 
@@ -104,6 +107,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     duration_s: Annotated[float, Meta(gt=0)]
     warmup_s: Seconds = 0.0
     """Prompts asked before this time are answered but not counted."""
+    up_s: tuple[Seconds, ...] = ()
+    """For how long each agent is up when the scenario begins; none given: a few seconds."""
     seed: int = 0
     costs: str = DEFAULT_TABLE
     mode: Literal["exact", "balanced", "fast", "dense"] = "balanced"
@@ -124,11 +129,23 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         kind = chosen.pop("kind", "none")
         if kind == "none":
             return None
+        if "tasks_per_agent_s" in chosen:
+            if "tasks_per_s" in chosen:
+                raise ConfigError("workload: set tasks_per_s or tasks_per_agent_s, not both")
+            each = chosen.pop("tasks_per_agent_s")
+            if isinstance(each, bool) or not isinstance(each, int | float):
+                raise ConfigError(f"workload.tasks_per_agent_s must be a number, not {each!r}")
+            chosen["tasks_per_s"] = self.agents * each
         if kind == "graph":
             graph = make_graph(str(chosen.pop("graph", "full")), self.agents, self.seed)
             return _build(workloads.Graph, {"graph": graph, **chosen}, "workload")
+        if kind == "recorded":
+            path = chosen.pop("path", None)
+            if not isinstance(path, str) or chosen:
+                raise ConfigError("workload recorded takes one key, path: what kvcomm sim validate --record wrote")
+            return recorded_workload(Path(path), self.agents)
         if kind not in workloads.KINDS:
-            known = ", ".join(["none", "graph", *workloads.KINDS])
+            known = ", ".join(["none", "graph", "recorded", *workloads.KINDS])
             raise ConfigError(f"workload kind {kind!r} is unknown: choose one of {known}")
         made: workloads.Workload = _build(workloads.KINDS[kind], {"agents": self.agents, **chosen}, "workload")
         return made
@@ -223,6 +240,8 @@ def check_scenario(written: Mapping[str, Any]) -> Scenario:
             raise ConfigError(f"faults: {fault.kind} names an agent that does not exist (agents = {scenario.agents})")
         if fault.kind != "loss" and not fault.nodes and not fault.share:
             raise ConfigError(f"faults: {fault.kind} hits nobody: set nodes or share")
+    if scenario.up_s and len(scenario.up_s) != scenario.agents:
+        raise ConfigError(f"up_s names {len(scenario.up_s)} agents, there are {scenario.agents}")
     if not scenario.fabrics:
         raise ConfigError("fabrics is empty: nothing would be simulated")
     if scenario.warmup_s >= scenario.duration_s:
