@@ -14,6 +14,7 @@ import typer
 
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import emit, stderr, stdout, write_text
+from kvcomm_p2p.cli.sim_validate import validate
 from kvcomm_p2p.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvcomm_p2p.sim.study import Figure, Study
 
 sim = typer.Typer(help="Simulate many agents: what happens before you deploy them.", no_args_is_help=True)
+sim.command()(validate)
 
 ScenarioArgument = Annotated[
     str, typer.Argument(metavar="SCENARIO", help="A preset (see kvcomm sim ls) or a TOML file.")
@@ -124,7 +126,7 @@ def sweep(
     values = dict(_parsed_values(each) for each in over)
     chosen = points(base, values, repeats)
     folder = into or Path(f"sim-{chosen[0].scenario.name}")
-    rules = _rules(chosen[0].scenario)
+    rules = rules_of(chosen[0].scenario)
     runs: list[dict[str, Any]] = []
     with _progress() as bar, executor_of(engine) as executor:
         task = bar.add_task(chosen[0].scenario.name, total=len(chosen))
@@ -218,7 +220,7 @@ def _parsed_values(text: str) -> tuple[str, list[Any]]:
     return key, [_value(value) for value in values.split(",")]
 
 
-def _rules(scenario: Scenario) -> ReuseRules:
+def rules_of(scenario: Scenario) -> ReuseRules:
     """What the named model's shipped profile allows in this mode."""
     from kvcomm_p2p.model.profiles import shipped_profile
     from kvcomm_p2p.planning.types import Mode, ReuseRules
@@ -237,7 +239,7 @@ def _rules(scenario: Scenario) -> ReuseRules:
 def _run(chosen: Scenario) -> Study:
     from kvcomm_p2p.sim.study import NAMES, run_study
 
-    rules = _rules(chosen)
+    rules = rules_of(chosen)
     with _progress() as bar:
         tasks = {fabric: bar.add_task(NAMES[fabric], total=1.0) for fabric in chosen.fabrics}
         return run_study(

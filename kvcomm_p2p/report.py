@@ -115,7 +115,8 @@ class PrefillReport:
     prefill, nats per token of the answer, as planned and as the guard predicts it (None: nothing was compared). `kl_max`: what
     it may be (0: only exact KV may be used); `exact_only`: why a mode that may approximate did not. `planned_s` and `dense_s`:
     predicted seconds of the plan, and of computing everything. `rejected_runs`: on a fallback, the runs that the guard
-    rejected. `widened`: the guard asked for longer heads, which were computed. `planned_only`: a plan that was made to be looked at; nothing was pulled or computed.
+    rejected. `widened`: the guard asked for longer heads, which were computed. `planned_only`: a plan that was made to be looked
+    at; nothing was pulled or computed.
     """
 
     mode: str

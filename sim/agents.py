@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,18 +18,23 @@ from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.finding import AskDirectory, AskTokens, Compute, Finding, FoundDonors
 from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.plan import make_plan
-from kvcomm_p2p.planning.replan import without_blocks
+from kvcomm_p2p.planning.replan import dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.planning.segments import Segment, cut_anchors
-from kvcomm_p2p.planning.spans import hops_at, lead_rows, pulled_bytes, recompute_positions, work_of
+from kvcomm_p2p.planning.spans import blocks_needed, hops_at, lead_rows, recompute_positions, work_of
+from kvcomm_p2p.planning.superseding import SUPERSEDED_KEPT_S, superseded
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, ReuseRules, SpanKind
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta
-from kvcomm_p2p.protocol.ids import ModelId
+from kvcomm_p2p.planning.winnow import ContentMark, content_mark, content_marks
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey
+from kvcomm_p2p.protocol.ids import AnchorId, ModelId
 from kvcomm_p2p.sim.cost_table import CostTable
 from kvcomm_p2p.sim.fabrics import Fabric, Fetched
 from kvcomm_p2p.sim.process import Process, Promise
+from kvcomm_p2p.sim.workloads import Verdict
 from kvcomm_p2p.sim.world import CONTENT_KEY
 
 VARIANT_BYTES = 8
+WIDEN_HEAD_FACTOR = 4
+"""As the guard's."""
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -101,6 +106,7 @@ class SimAgent:
         self._rng = random.Random(seed)
         self._model = _Model()
         self._lineage = Lineage()
+        self._outdated: deque[tuple[float, tuple[AnchorId, ...]]] = deque()
         self._finding = Finding(
             self._lineage,
             me=fabric.me,
@@ -113,34 +119,79 @@ class SimAgent:
             clock=lambda: fabric.now,
         )
 
-    def answer(self, prompt: TokenIds, answer: TokenIds) -> Process[Outcome]:
-        """Fill the prompt, publish it, decode the answer, publish that."""
+    def answer(
+        self,
+        prompt: TokenIds,
+        answer: TokenIds,
+        contents: Sequence[tuple[int, int]] = (),
+        verdict: Verdict = Verdict.KEPT,
+    ) -> Process[Outcome]:
+        """Fill the prompt, publish it, decode the answer, publish that. `contents`, `verdict`: see `workloads.Step`."""
         fabric, started_at = self._fabric, self._fabric.now
-        found, plan = yield from self._planned(prompt)
+        marks = tuple(content_mark(prompt, start, end, CONTENT_KEY) for start, end in contents)
+        table = self._table
+        yield fabric.sleep(table.request_s + len(prompt) * table.request_token_s)
+        found, plan = yield from self._planned(prompt, marks)
         costs = self._costs.costs
         _, lead = lead_rows(plan, costs, self._costs.pulls)
         asked_at = fabric.now
-        fetched: Fetched = yield fabric.fetch(plan, found)
-        self._saw(plan, fetched, fabric.now - asked_at)
-        usable = without_blocks(plan, fetched.failed, self._rules.reuse)
+        fetched: Fetched = yield fabric.fetch(plan, found, costs)
         waited_s = fabric.now - asked_at
+        self._saw_pull(plan, fetched, waited_s)
+        usable = without_blocks(plan, fetched.failed, self._rules.reuse)
         work = work_of(usable.spans, self._believed(), lead)
         turn_at = fabric.now
         yield self._model.enter()
         queued_s = fabric.now - turn_at
         # What was aligned or computed while blocks were coming is not waited for again.
-        yield fabric.sleep(max(0.0, max(work.align_s, work.ahead_s) - waited_s) + work.rest_s)
+        yield fabric.sleep(max(0.0, max(work.align_s, work.ahead_s) - waited_s))
+        yield fabric.sleep(fetched.kv_bytes / table.check_bytes_per_s)
+        filled = yield from self._complete(usable, lead, verdict)
         self._model.leave()
-        outcome = self._outcome(started_at, queued_s, usable, fetched, found)
-        self._costs.saw_forward(len(recompute_positions(usable)), 0.0, work.rest_s)
-        yield from self._publish(prompt, answer, usable, fetched)
+        outcome = self._outcome(started_at, queued_s, filled, plan.covered, fetched, found)
+        yield from self._publish(prompt, answer, filled, fetched, marks)
         return outcome
 
-    def _planned(self, prompt: TokenIds) -> Process[tuple[FoundDonors, Plan]]:
+    def _complete(self, plan: Plan, lead: int, verdict: Verdict) -> Process[Plan]:
+        """Repair, and once more or all over if the guard says so; the plan that was carried out in the end."""
+        if not any(span.donor is not None for span in plan.spans):
+            yield from self._forward(np.arange(plan.tokens), plan.tokens)
+            return plan
+        reused = sum(span.tokens for span in plan.spans if span.run)
+        yield self._fabric.sleep(reused * self._table.foresee_token_s)
+        yield from self._repair(plan, lead)
+        if plan.runs and verdict in (Verdict.WIDENED, Verdict.WIDENED_REJECTED):
+            since = min(span.start for span in plan.spans if span.run)
+            plan = widened(plan, WIDEN_HEAD_FACTOR, self._rules.reuse)
+            yield self._fabric.sleep(work_of(plan.spans, self._believed(), lead).align_s)
+            yield from self._repair(plan, max(lead, since))
+        if plan.runs and verdict in (Verdict.REJECTED, Verdict.WIDENED_REJECTED):
+            plan, exact = only_exact(plan, "the guard rejected it")
+            yield from self._forward(np.arange(exact, plan.tokens), plan.tokens)
+        return plan
+
+    def _repair(self, plan: Plan, since: int) -> Process[None]:
+        positions = recompute_positions(plan)
+        yield from self._forward(positions[positions >= since], plan.tokens)
+
+    def _forward(self, positions: npt.NDArray[np.int64], tokens: int) -> Process[None]:
+        """One forward over these rows of a prompt of so many tokens."""
+        table, count = self._table, len(positions)
+        pairs = float((positions + 1).sum())
+        seconds = table.forward_s + count * table.token_s + pairs * table.attention_s
+        if count != tokens - int(positions[0]):
+            seconds += table.repair_s + count * table.repair_token_s
+        yield self._fabric.sleep(seconds)
+        self._costs.saw_forward(count, pairs, seconds)
+
+    def _planned(self, prompt: TokenIds, marks: Sequence[ContentMark]) -> Process[tuple[FoundDonors, Plan]]:
         fabric, rules = self._fabric, self._rules
-        search = self._finding.search(prompt)
+        if rules.mode is Mode.DENSE:
+            return FoundDonors((), {}, (), 0.0), dense_plan(len(prompt), rules.mode, "")
+        thousands = len(prompt) / 1000
+        search = self._finding.search(prompt, marks)
         answer = None
-        yield fabric.sleep(self._table.find_s)
+        yield fabric.sleep(thousands * self._table.find_s)
         while True:
             try:
                 question = search.send(answer)
@@ -154,7 +205,7 @@ class SimAgent:
             else:
                 assert isinstance(question, AskTokens)
                 answer = yield fabric.tokens(question.wanted)
-        yield fabric.sleep(self._table.plan_s)
+        yield fabric.sleep(thousands * self._table.plan_s)
         plan = make_plan(
             prompt,
             found.donors,
@@ -170,13 +221,18 @@ class SimAgent:
         """What computing really takes here: the table's, whatever the agent believes."""
         return self._table.costs(pull_latency_s=1e-3, pull_bytes_per_s=1e9)
 
-    def _saw(self, plan: Plan, fetched: Fetched, seconds: float) -> None:
-        wanted = pulled_bytes(plan.spans, self._table.layout.token_bytes)
-        if len(wanted) == 1 and not fetched.failed and fetched.kv_bytes:
-            (holder,) = wanted
-            self._costs.saw_pull(holder, fetched.kv_bytes, seconds)
+    def _saw_pull(self, plan: Plan, fetched: Fetched, seconds: float) -> None:
+        """What the engine observes of a pull, and of placing its blocks."""
+        spans = [span for span in plan.spans if span.donor is not None]
+        holders = {span.donor.holder for span in spans if span.donor is not None and not span.donor.local}
+        if len(holders) == 1 and not fetched.failed:
+            self._costs.saw_pull(holders.pop(), fetched.kv_bytes, seconds)
+        placed = sum(span.tokens for span in spans) * self._table.layout.token_bytes
+        self._costs.saw_align(placed, placed / self._table.align_bytes_per_s)
 
-    def _outcome(self, started_at: float, queued_s: float, plan: Plan, fetched: Fetched, found: FoundDonors) -> Outcome:
+    def _outcome(
+        self, started_at: float, queued_s: float, plan: Plan, covered: int, fetched: Fetched, found: FoundDonors
+    ) -> Outcome:
         computed = len(recompute_positions(plan))
         exact = sum(span.tokens for span in plan.spans if span.kind in (SpanKind.EXACT, SpanKind.CONTINUED))
         misses: dict[str, int] = {}
@@ -190,7 +246,7 @@ class SimAgent:
             queued_s=queued_s,
             dense_s=self._table.dense_s(plan.tokens),
             tokens=plan.tokens,
-            covered=plan.covered,
+            covered=covered,
             reused=plan.tokens - computed,
             exact=exact,
             pulled_bytes=fetched.kv_bytes,
@@ -198,20 +254,56 @@ class SimAgent:
             misses=misses,
         )
 
-    def _publish(self, prompt: TokenIds, answer: TokenIds, plan: Plan, fetched: Fetched) -> Process[None]:
-        """The prompt right away, the answer when it is decoded."""
-        hops = hops_at(plan)
-        variant = self._rng.randbytes(VARIANT_BYTES) if hops[-1][1] > 0 else b""
-        self._fabric.keep(fetched)
-        segments = self._cut(prompt, plan, variant)
+    def _publish(
+        self, prompt: TokenIds, answer: TokenIds, plan: Plan, fetched: Fetched, marks: tuple[ContentMark, ...]
+    ) -> Process[None]:
+        """The prompt right away, the answer when it is decoded; as `reuse.publish`."""
+        variant = self._variant(plan) if hops_at(plan)[-1][1] > 0 else b""
+        needed = {BlockKey(meta.anchor_id, i) for span in plan.spans for meta, i in blocks_needed(span)}
+        self._fabric.keep(fetched, needed)
+        segments = self._cut(prompt, plan, variant, marks)
         self._share(segments, variant, None)
+        held = [segment.meta for segment in segments if self._fabric.held(segment.meta.anchor_id) is not None]
+        self._supersede(superseded(plan, held))
         yield self._fabric.sleep(len(answer) * self._table.decode_token_s)
         last = segments[-1].meta
         whole = np.concatenate((prompt, answer))[:-1]  # the last token of an answer has no row yet
+        if len(whole) <= last.end:
+            return
         before = segments[-2].meta if len(segments) > 1 else None
-        self._share(self._cut(whole, plan, variant, last), variant, before)
+        marks = (*marks, *content_marks(whole, [(len(prompt), len(whole))], CONTENT_KEY))
+        longer = self._cut(whole, plan, variant, marks, last)
+        self._share(longer, variant, before)
+        replaced = last.anchor_id not in {segment.meta.anchor_id for segment in longer}
+        if replaced and self._fabric.held(longer[0].meta.anchor_id) is not None:
+            self._supersede([last.anchor_id])
 
-    def _cut(self, token_ids: TokenIds, plan: Plan, variant: bytes, last: AnchorMeta | None = None) -> list[Segment]:
+    def _variant(self, plan: Plan) -> bytes:
+        """The nonce of the conversation that is continued, or a new one."""
+        for span in plan.spans:
+            if span.kind is SpanKind.CONTINUED and span.donor is not None:
+                for anchor in reversed(span.donor.anchors):
+                    variant = self._lineage.variant(anchor.anchor_id)
+                    if variant:
+                        return variant
+        return self._rng.randbytes(VARIANT_BYTES)
+
+    def _supersede(self, anchor_ids: Sequence[AnchorId]) -> None:
+        """Forget what longer anchors hold, some time later; what is due goes with the next publication."""
+        now = self._fabric.now
+        if anchor_ids:
+            self._outdated.append((now, tuple(anchor_ids)))
+        while self._outdated and self._outdated[0][0] + SUPERSEDED_KEPT_S <= now:
+            self._fabric.forget(self._outdated.popleft()[1])
+
+    def _cut(
+        self,
+        token_ids: TokenIds,
+        plan: Plan,
+        variant: bytes,
+        marks: Sequence[ContentMark],
+        last: AnchorMeta | None = None,
+    ) -> list[Segment]:
         return cut_anchors(
             token_ids,
             hops=hops_at(plan),
@@ -222,6 +314,7 @@ class SimAgent:
             variant=variant,
             start=0 if last is None else last.start,
             sequence=None if last is None else last.sequence_id,
+            marks=marks,
         )
 
     def _share(self, segments: list[Segment], variant: bytes, before: AnchorMeta | None) -> None:

@@ -8,12 +8,12 @@ least recently used.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kvcomm_p2p.planning.finding import FoundDonors
 from kvcomm_p2p.planning.segments import Segment
-from kvcomm_p2p.planning.types import Plan
-from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
+from kvcomm_p2p.planning.types import Costs, Plan
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
@@ -158,7 +158,7 @@ class CentralFabric:
         self._pool.call(32 * len(wanted), work, lambda: promise.resolve(answers))
         return promise
 
-    def fetch(self, plan: Plan, found: FoundDonors) -> Promise[Fetched]:
+    def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]:
         promise: Promise[Fetched] = Promise()
         wanted = wanted_of(plan).get(POOL, {})
         fetched = Fetched()
@@ -178,7 +178,7 @@ class CentralFabric:
         self._pool.call(24 * len(wanted), work, lambda: promise.resolve(fetched))
         return promise
 
-    def keep(self, fetched: Fetched) -> None:
+    def keep(self, fetched: Fetched, used: Container[BlockKey]) -> None:
         """The pool has it."""
 
     def publish(self, segments: Sequence[Segment]) -> None:
@@ -195,3 +195,6 @@ class CentralFabric:
 
         for segment in segments:
             self._pool.call(64, lambda: 16, lambda segment=segment: upload(segment))  # type: ignore[misc]
+
+    def forget(self, anchor_ids: Sequence[AnchorId]) -> None:
+        """The pool lets go of what was not used for longest."""

@@ -19,9 +19,12 @@ DEFAULT_TABLE = "smollm2-135m-2-cores"
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds, tokens and bytes per second of one model on one machine.
 
-    Computing R tokens against C cached ones takes forward_s + R * token_s + (R * C + R * R / 2) * attention_s. `find_s` and
-    `plan_s` are what looking up and planning take of the processor, waiting for peers not counted; `frame_s` is what
-    taking in one control frame and answering it takes. `decode_token_s`: one more token of an answer.
+    Computing R tokens against C cached ones takes forward_s + R * token_s + (R * C + R * R / 2) * attention_s; where they are
+    not consecutive, repair_s + R * repair_token_s more. `find_s` and `plan_s` are what looking up and planning a prompt of
+    1,000 tokens take of the processor, waiting for peers not counted; `request_s` and, per token, `request_token_s` what a
+    request takes beside that: tokenizing, crossing threads, keeping account. `check_bytes_per_s`: checks of pulled blocks
+    beside their digests; `foresee_token_s`: predicting how wrong a reused token is. `frame_s` is what taking in one control
+    frame and answering it takes. `decode_token_s`: one more token of an answer.
     `origin`: "measured", "published" (`source` names where) or "written" (somebody's estimate).
     """
 
@@ -39,6 +42,12 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     find_s: float
     plan_s: float
     frame_s: float
+    request_s: float
+    request_token_s: float
+    repair_s: float
+    repair_token_s: float
+    check_bytes_per_s: float
+    foresee_token_s: float
     layers: int
     kv_heads: int
     key_dim: int
@@ -53,6 +62,10 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be above 0, not {value}")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more, not {value}")
 
     @property
     def layout(self) -> KVLayout:
@@ -85,12 +98,16 @@ _POSITIVE = (
     "find_s",
     "plan_s",
     "frame_s",
+    "check_bytes_per_s",
     "layers",
     "kv_heads",
     "key_dim",
     "value_dim",
     "context_tokens_max",
 )
+
+
+_NOT_NEGATIVE = ("request_s", "request_token_s", "repair_s", "repair_token_s", "foresee_token_s")
 
 
 def shipped() -> list[str]:

@@ -6,7 +6,7 @@ Every answer is a promise, kept in virtual time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -14,11 +14,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvcomm_p2p.planning.costs import pull_s
 from kvcomm_p2p.planning.finding import FoundDonors
+from kvcomm_p2p.planning.landmarks import landmarks_of
 from kvcomm_p2p.planning.parts import part_of
 from kvcomm_p2p.planning.segments import Segment
 from kvcomm_p2p.planning.spans import blocks_needed
-from kvcomm_p2p.planning.types import Plan
+from kvcomm_p2p.planning.types import Costs, Plan
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
@@ -33,6 +35,11 @@ GROUP_BLOCKS = 16
 
 TOKENS_DEADLINE_S = 1.0
 REPLICA_BLOCKS_MIN = 2
+DEADLINE_FACTOR = 6.0
+DEADLINE_MIN_S = 2.0
+BUSY_SHARE = 0.5
+WAIT_LOST_MAX_S = 0.24
+"""All of these as the engine's puller and publisher have them."""
 
 Wanted = dict[NodeId, dict[BlockKey, tuple[AnchorMeta, int]]]
 
@@ -68,11 +75,13 @@ class Fabric(Protocol):
         self, wanted: Sequence[tuple[NodeId, AnchorMeta]]
     ) -> Promise[list[tuple[AnchorTokens | Miss, float]]]: ...
 
-    def fetch(self, plan: Plan, found: FoundDonors) -> Promise[Fetched]: ...
+    def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]: ...
 
-    def keep(self, fetched: Fetched) -> None: ...
+    def keep(self, fetched: Fetched, used: Container[BlockKey]) -> None: ...
 
     def publish(self, segments: Sequence[Segment]) -> None: ...
+
+    def forget(self, anchor_ids: Sequence[AnchorId]) -> None: ...
 
 
 def digest_of(anchor_id: AnchorId, index: int) -> bytes:
@@ -90,6 +99,32 @@ def wanted_of(plan: Plan) -> Wanted:
     return wanted
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How long a fetch may take, go without progress, and be put off by busy holders."""
+
+    deadline_s: float
+    stall_s: float
+    busy_s: float
+
+
+def _limits(wants: Mapping[BlockKey, tuple[AnchorMeta, int]], found: FoundDonors, costs: Costs) -> _Limits:
+    """For everything that is wanted of one holder, as the engine's puller sets them."""
+    kv_bytes = sum(anchor.block_bytes(index) for anchor, index in wants.values())
+    tokens = sum(anchor.block_tokens(index) for anchor, index in wants.values())
+    return _Limits(
+        deadline_s=max(DEADLINE_MIN_S, DEADLINE_FACTOR * pull_s(costs, kv_bytes)),
+        stall_s=max(WAIT_LOST_MAX_S - found.wait_lost_s, 0.0),
+        busy_s=BUSY_SHARE * (costs.forward_s + tokens * costs.token_s),
+    )
+
+
+def local_anchors(plan: Plan) -> tuple[AnchorId, ...]:
+    """Anchors of the own pool that a plan reads, sorted."""
+    read = (span for span in plan.spans if span.donor is not None and span.donor.local)
+    return tuple(sorted({anchor.anchor_id for span in read for anchor, _ in blocks_needed(span)}))
+
+
 def local_failures(plan: Plan, held: Fabric) -> dict[BlockKey, Miss]:
     """Blocks of the own pool that have gone since the plan was made."""
     gone = Miss(MissReason.EVICTED, "evicted from the own pool between planning and reading")
@@ -105,10 +140,9 @@ def local_failures(plan: Plan, held: Fabric) -> dict[BlockKey, Miss]:
 class PeerFabric:
     """The protocol itself: the agent's node in the World."""
 
-    def __init__(self, world: World, machine: SimNode, *, deadline_s: float = 10.0) -> None:
+    def __init__(self, world: World, machine: SimNode) -> None:
         self._world = world
         self._machine = machine
-        self._deadline_s = deadline_s
         self.me = machine.node_id
 
     @property
@@ -135,21 +169,30 @@ class PeerFabric:
             [self._world.ask_tokens(self._machine, holder, anchor, TOKENS_DEADLINE_S) for holder, anchor in wanted]
         )
 
-    def fetch(self, plan: Plan, found: FoundDonors) -> Promise[Fetched]:
+    def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]:
         fetched = Fetched(failed=local_failures(plan, self))
         finished: Promise[Fetched] = Promise()
-        groups = [
-            (holder, dict(items[at : at + GROUP_BLOCKS]))
-            for holder, mine in wanted_of(plan).items()
-            for items in [list(mine.items())]
-            for at in range(0, len(items), GROUP_BLOCKS)
-        ]
-        pulls = [self._fetch_group(holder, group, found, fetched) for holder, group in groups]
+        used = local_anchors(plan)
+        if used:
+            self._world.handle(self._machine, ev.AnchorsUsed(used))
+        pulls = []
+        for holder, wants in wanted_of(plan).items():
+            limits = _limits(wants, found, costs)
+            items = list(wants.items())
+            pulls += [
+                self._fetch_group(holder, dict(items[at : at + GROUP_BLOCKS]), found, fetched, limits)
+                for at in range(0, len(items), GROUP_BLOCKS)
+            ]
         gather(pulls).then(lambda _: finished.resolve(fetched))
         return finished
 
     def _fetch_group(
-        self, holder: NodeId, group: dict[BlockKey, tuple[AnchorMeta, int]], found: FoundDonors, fetched: Fetched
+        self,
+        holder: NodeId,
+        group: dict[BlockKey, tuple[AnchorMeta, int]],
+        found: FoundDonors,
+        fetched: Fetched,
+        limits: _Limits,
     ) -> Promise[None]:
         done: Promise[None] = Promise()
         wants = []
@@ -170,12 +213,24 @@ class PeerFabric:
             fetched.wait_lost_s = max(fetched.wait_lost_s, answer.wait_lost_s)
             done.resolve(None)
 
-        anchors = tuple({anchor.anchor_id: anchor for anchor, _ in group.values()}.values())
-        self._world.fetch(self._machine, (holder,), tuple(wants), finish, anchors=anchors, deadline_s=self._deadline_s)
+        anchors = {anchor.anchor_id: anchor for anchor, _ in group.values()}
+        others = dict.fromkeys(peer for key in anchors for peer in found.holders.get(key, ()) if peer != holder)
+        self._world.fetch(
+            self._machine,
+            (holder, *others),
+            tuple(wants),
+            finish,
+            anchors=tuple(anchors.values()),
+            deadline_s=limits.deadline_s,
+            stall_s=limits.stall_s,
+            busy_s=limits.busy_s,
+        )
         return done
 
-    def keep(self, fetched: Fetched) -> None:
-        """Pulled blocks become replicas, in pieces of consecutive blocks; the rest is let go."""
+    def keep(self, fetched: Fetched, used: Container[BlockKey]) -> None:
+        """Pulled blocks that were used become replicas, in pieces of consecutive blocks; the rest is let go."""
+        for key in [key for key in fetched.handles if key not in used]:
+            self._world.release(self._machine, fetched.handles.pop(key))
         for anchor in fetched.anchors.values():
             came = [index for index in range(anchor.blocks) if BlockKey(anchor.anchor_id, index) in fetched.handles]
             pieces = [
@@ -196,7 +251,8 @@ class PeerFabric:
         meta = part_of(anchor, token_ids, start, end, CONTENT_KEY)
         mine = token_ids[start - anchor.start : end - anchor.start]
         handles = tuple(fetched.handles.pop(key) for key in keys)
-        return HeldAnchor(meta, mine, handles, tuple(fetched.digests[key] for key in keys))
+        landmarks = landmarks_of(mine, CONTENT_KEY, meta.fingerprints)
+        return HeldAnchor(meta, mine, handles, tuple(fetched.digests[key] for key in keys), landmarks)
 
     def publish(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
@@ -207,6 +263,9 @@ class PeerFabric:
             handles = tuple(self._world.new_handle(self._machine) for _ in range(meta.blocks))
             digests = tuple(digest_of(meta.anchor_id, index) for index in range(meta.blocks))
             self._world.publish(self._machine, (HeldAnchor(meta, segment.token_ids, handles, digests, segment.landmarks),))
+
+    def forget(self, anchor_ids: Sequence[AnchorId]) -> None:
+        self._world.handle(self._machine, ev.AnchorsForgotten(tuple(anchor_ids)))
 
 
 class OwnFabric:
@@ -234,12 +293,15 @@ class OwnFabric:
     def tokens(self, wanted: Sequence[tuple[NodeId, AnchorMeta]]) -> Promise[list[tuple[AnchorTokens | Miss, float]]]:
         return kept([(Miss(MissReason.NOT_FOUND), 0.0) for _ in wanted])
 
-    def fetch(self, plan: Plan, found: FoundDonors) -> Promise[Fetched]:
+    def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]:
         return kept(Fetched(failed=local_failures(plan, self)))
 
-    def keep(self, fetched: Fetched) -> None:
+    def keep(self, fetched: Fetched, used: Container[BlockKey]) -> None:
         """Nothing came from anybody."""
 
     def publish(self, segments: Sequence[Segment]) -> None:
         if self._keeps:
             self._peers.publish(segments)
+
+    def forget(self, anchor_ids: Sequence[AnchorId]) -> None:
+        self._peers.forget(anchor_ids)

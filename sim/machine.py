@@ -11,7 +11,11 @@ from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.anchors import BlockHandle
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.messages import SharedBlock
 from kvcomm_p2p.protocol.node import Node
+
+HASH_THREADS = 2
+"""As the driver's: so many blocks are checked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class Hardware:
 @dataclass(slots=True)
 class SimNode:
     """One machine. `generation` counts restarts: what was sent to an earlier one is lost. `alone`: its node has no peers to
-    talk to, so its timers are not kept."""
+    talk to, so its timers are not kept. `offers`: blocks in shared memory that wait to be told of (peer, pull, where); `filled`:
+    bytes that came for a reserved handle; `hashed_at`: when each hashing thread will be idle."""
 
     number: int
     name: str
@@ -41,6 +46,9 @@ class SimNode:
     free_at: float = 0.0
     waiting: list[Callable[[], ev.Event | None]] = field(default_factory=list)
     references: Counter[BlockHandle] = field(default_factory=Counter)
+    offers: list[tuple[NodeId, int, SharedBlock]] = field(default_factory=list)
+    filled: dict[BlockHandle, int] = field(default_factory=dict)
+    hashed_at: list[float] = field(default_factory=lambda: [0.0] * HASH_THREADS)
     spoiled: dict[BlockHandle, None] = field(default_factory=dict)
     contacts: dict[int, float] = field(default_factory=dict)
     fetches: dict[int, Callable[[ev.FinishFetch], None]] = field(default_factory=dict)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.planning.costs import first_costs
 from kvcomm_p2p.planning.types import Mode, ReuseRules
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, ModelId, NodeId
-from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.protocol.messages import Capability, MemberRecord
 from kvcomm_p2p.sim.agents import Outcome, Rules, SimAgent
 from kvcomm_p2p.sim.central import CentralFabric, CentralPool
 from kvcomm_p2p.sim.convergence import Convergence
@@ -21,9 +22,11 @@ from kvcomm_p2p.sim.machine import Hardware, SimNode
 from kvcomm_p2p.sim.metrics import Observed
 from kvcomm_p2p.sim.process import Process, Promise, gather, spawn
 from kvcomm_p2p.sim.scenario import Scenario
-from kvcomm_p2p.sim.workloads import Step, Task, prompt_of, tokens_of, until
+from kvcomm_p2p.sim.workloads import Step, Task, answer_of, prompt_of, until
 from kvcomm_p2p.sim.world import World
 
+HOST = b"simulated host.."
+FIRST_PORT = 20000
 MODEL = ModelId(b"simulated model.")
 JOIN_SPREAD_S = 0.5
 """Nodes are switched on within this time."""
@@ -59,9 +62,7 @@ class Simulation:
         )
         self._rng = rng
         self._config = scenario.node_config()
-        self._believes = table.costs(
-            pull_latency_s=max(2 * inside.latency_s, 1e-4), pull_bytes_per_s=inside.bulk_bytes_per_s / 2
-        )
+        self._believes = first_costs(table.forward_s, table.token_s, table.layout.token_bytes)
         self._pool = CentralPool(self.world, scenario.central, inside) if fabric == "central" else None
         self.agents: list[SimAgent] = []
         self.observed = Observed(fabric, scenario.duration_s)
@@ -70,7 +71,7 @@ class Simulation:
     def run(self, progress: Progress = lambda share: None) -> Observed:
         """Simulate. Times of outcomes count from the end of joining."""
         self._populate()
-        self._advance(SETTLE_S, progress, 0.0)
+        self._advance(max(self.scenario.up_s, default=SETTLE_S), progress, 0.0)
         self.world.frames.clear()
         self.world.frame_bytes.clear()
         control_before = list(self.world.frame_bytes_of)
@@ -93,17 +94,11 @@ class Simulation:
     def _populate(self) -> None:
         alone = self.fabric != "peers"
         for number in range(self.scenario.agents):
-            record = MemberRecord(
-                node_id=NodeId(self._rng.randbytes(NODE_ID_BYTES)),
-                epoch=1,
-                name=f"agent-{number}",
-                model_id=MODEL,
-                control=f"{_host(number)}:7000",
-                bulk=f"{_host(number)}:7001",
-            )
+            record = self._record(number)
             machine = self.world.add(record, self._config, site=number % self.scenario.network.sites)
             if not alone and number:
-                at_s = self._rng.random() * JOIN_SPREAD_S
+                up_s = self.scenario.up_s
+                at_s = max(up_s) - up_s[number] if up_s else self._rng.random() * JOIN_SPREAD_S
                 self.world.at(at_s, lambda machine=machine: self.world.join(machine, *self._seeds(machine)))  # type: ignore[misc]
             fabric = self._fabric_of(machine)
             seed = self._rng.getrandbits(64)
@@ -111,6 +106,21 @@ class Simulation:
         if alone:
             for machine in self.world.nodes:
                 machine.alone = True
+
+    def _record(self, number: int) -> MemberRecord:
+        same_host = self.scenario.network.same_host
+        host = "127.0.0.1" if same_host else _host(number)
+        port = FIRST_PORT + 2 * number if same_host else 7000
+        return MemberRecord(
+            node_id=NodeId(self._rng.randbytes(NODE_ID_BYTES)),
+            epoch=1,
+            name=f"agent-{number}",
+            model_id=MODEL,
+            control=f"{host}:{port}",
+            bulk=f"{host}:{port + 1}",
+            host=HOST if same_host else b"",
+            capabilities=Capability.SHARED_MEMORY if same_host else 0,
+        )
 
     def _seeds(self, machine: SimNode) -> list[str]:
         first = self.world.nodes[: min(3, len(self.world.nodes))]
@@ -177,8 +187,9 @@ class Simulation:
 
     def _step(self, number: int, step: Step, outputs: dict[int, str], answered: Promise[None]) -> Process[None]:
         prompt = prompt_of(step, outputs)
-        answer = tokens_of(outputs[number], step.answer_tokens)
-        outcome: Outcome = yield from self.agents[step.agent].answer(prompt, answer)
+        answer = answer_of(step, outputs[number])
+        agent = self.agents[step.agent]
+        outcome: Outcome = yield from agent.answer(prompt, answer, step.contents, step.verdict)
         self.observed.outcomes.append(outcome)
         self.observed.unanswered -= 1
         answered.resolve(None)

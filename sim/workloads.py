@@ -5,9 +5,10 @@ Equal keys give equal tokens everywhere, whatever the process: what is shared be
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -27,21 +28,44 @@ TokenIds = npt.NDArray[np.uint32]
 @dataclass(frozen=True, slots=True)
 class Part:
     """A stretch of a prompt: `tokens` tokens of the text that `key` names. `output_of`: it is the answer of that step of
-    the same task (its first `tokens` tokens)."""
+    the same task (its first `tokens` tokens). `ids`: it is exactly these token ids, little-endian uint32."""
 
     key: str
     tokens: int
     output_of: int | None = None
+    ids: bytes = b""
+
+    def token_ids(self, outputs: Mapping[int, str]) -> TokenIds:
+        """uint32 [tokens], read-only. `outputs`: key of each answered step's text."""
+        if self.ids:
+            return np.frombuffer(self.ids, "<u4")
+        return tokens_of(self.key if self.output_of is None else outputs[self.output_of], self.tokens)
+
+
+class Verdict(enum.Enum):
+    """What the guard says of a repaired prompt: there is no model here, so it is part of what is asked."""
+
+    KEPT = "kept"
+    WIDENED = "widened"
+    REJECTED = "rejected"
+    WIDENED_REJECTED = "widened, rejected"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Agent `agent` gets a prompt once the steps in `after` are answered, and answers with `answer_tokens` tokens."""
+    """Agent `agent` gets a prompt once the steps in `after` are answered, and answers with `answer_tokens` tokens.
+
+    `answer_ids`: exactly these (little-endian uint32; empty: such as the task's name gives). `contents`: token ranges [start,
+    end) of the prompt that have names of their own (`planning.winnow.content_mark`). `verdict`: the guard's.
+    """
 
     agent: int
     parts: tuple[Part, ...]
     answer_tokens: int
     after: tuple[int, ...] = ()
+    answer_ids: bytes = b""
+    contents: tuple[tuple[int, int], ...] = ()
+    verdict: Verdict = Verdict.KEPT
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,10 +99,12 @@ def tokens_of(key: str, tokens: int) -> TokenIds:
 
 def prompt_of(step: Step, outputs: dict[int, str]) -> TokenIds:
     """The token ids of a step's prompt. `outputs`: key of each answered step's text."""
-    pieces = [
-        tokens_of(part.key if part.output_of is None else outputs[part.output_of], part.tokens) for part in step.parts
-    ]
-    return np.concatenate(pieces)
+    return np.concatenate([part.token_ids(outputs) for part in step.parts])
+
+
+def answer_of(step: Step, key: str) -> TokenIds:
+    """The token ids of a step's answer; `key`: of its text."""
+    return np.frombuffer(step.answer_ids, "<u4") if step.answer_ids else tokens_of(key, step.answer_tokens)
 
 
 def zipf_weights(items: int, exponent: float) -> list[float]:

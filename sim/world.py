@@ -24,17 +24,15 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, HeldAnchor, Mis
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.messages import Chunk, MemberRecord
+from kvcomm_p2p.protocol.messages import MemberRecord
 from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.sim.block_moves import BlockMoves
 from kvcomm_p2p.sim.links import Links
 from kvcomm_p2p.sim.machine import Hardware, SimNode
 from kvcomm_p2p.sim.process import Promise
 
 SEAL_BYTES = 16
 """What the driver adds to every frame."""
-
-CHUNK_BYTES = 1024 * 1024
-"""Blocks travel in pieces of this size: small enough that an interface is shared fairly."""
 
 CONTENT_KEY = b"simulated content key".ljust(32, b".")
 """Under which all agents of a world name their content."""
@@ -73,13 +71,14 @@ class World:
         self._slots = itertools.count(1)
         self._by_id: dict[NodeId, int] = {}
         self._by_address: dict[str, int] = {}
-        self._payload: tuple[int, BlockHandle] | None = None
+        self._moves = BlockMoves(self)
         self._effects: dict[type, Callable[[SimNode, Any], None]] = {
-            ev.SendMessage: self._send,
-            ev.SendBlock: self._send_block,
-            ev.StoreChunk: self._store,
+            ev.SendMessage: self.send,
+            ev.SendBlock: self._moves.send,
+            ev.StoreChunk: self._moves.store,
             ev.ResetBlock: lambda machine, effect: None,
-            ev.VerifyBlock: self._verify,
+            ev.VerifyBlock: self._moves.verify,
+            ev.AdoptShared: self._moves.adopt,
             ev.DropBlock: lambda machine, effect: self.release(machine, effect.handle),
             ev.RetainBlock: self._retain,
             ev.FinishFetch: self._finish_fetch,
@@ -89,7 +88,6 @@ class World:
             ev.ReportErased: lambda machine, effect: None,
             ev.SaveState: self._save,
             ev.RenewIdentity: self._renew,
-            ev.SaveState: lambda machine, effect: None,
             ev.ReportPeer: lambda machine, effect: self.reports.append((self.now, machine.number, effect)),
         }
 
@@ -124,7 +122,7 @@ class World:
         for number in sorted(machine.contacts):
             other = self.nodes[number]
             if other.up:
-                self._post(REFUSED_S, self._delivery(other, lambda: ev.PeerUnreachable(machine.node_id)))
+                self.post(REFUSED_S, self.delivery(other, lambda: ev.PeerUnreachable(machine.node_id)))
 
     def stop(self, machine: SimNode) -> None:
         """It says goodbye and is gone."""
@@ -169,7 +167,8 @@ class World:
         """Do `action` at `when`, at once if that has passed."""
         heapq.heappush(self._heap, (max(when, self.now), next(self._order), action))
 
-    def _post(self, delay_s: float, action: Callable[[], None]) -> None:
+    def post(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do `action` after so many seconds."""
         heapq.heappush(self._heap, (self.now + delay_s, next(self._order), action))
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
@@ -208,6 +207,7 @@ class World:
         if not machine.references[handle]:
             del machine.references[handle]
             machine.spoiled.pop(handle, None)
+            machine.filled.pop(handle, None)
 
     def handle(self, machine: SimNode, event: ev.Event) -> None:
         """Tell a node and carry out what it asks for."""
@@ -216,6 +216,7 @@ class World:
             observer(machine.number, event, self.now, effects)
         for effect in effects:
             self._carry_out(machine, effect)
+        self._moves.flush(machine)
         self._arm(machine)
 
     # -------------------------------------------------------------------------------------------------------- inside
@@ -240,7 +241,8 @@ class World:
         else:
             self._arm(machine)
 
-    def _delivery(self, machine: SimNode, make: Callable[[], ev.Event | None]) -> Callable[[], None]:
+    def delivery(self, machine: SimNode, make: Callable[[], ev.Event | None]) -> Callable[[], None]:
+        """An action that tells a machine of what `make` gives, unless it was restarted in between; later if it is frozen."""
         generation = machine.generation
 
         def deliver() -> None:
@@ -264,25 +266,21 @@ class World:
             raise InternalError(f"the simulator cannot carry out {type(effect).__name__}")
         carry_out(machine, effect)
 
-    def _store(self, machine: SimNode, effect: ev.StoreChunk) -> None:
-        if self._payload is None:
-            raise InternalError("a chunk was stored that is not being handled")
-        holder, handle = self._payload
-        if self.nodes[holder].spoils or handle in self.nodes[holder].spoiled:
-            machine.spoiled[effect.handle] = None
-
     def _save(self, machine: SimNode, effect: ev.SaveState) -> None:
         machine.saved = effect
 
     def _renew(self, machine: SimNode, effect: ev.RenewIdentity) -> None:
         """What the driver does when peers know a later epoch than the disk did."""
         record = msgspec.structs.replace(machine.node.me, epoch=effect.epoch)
-        self._post(0.0, self._delivery(machine, lambda: ev.IdentityRenewed(record)))
+        self.post(0.0, self.delivery(machine, lambda: ev.IdentityRenewed(record)))
 
     def _retain(self, machine: SimNode, effect: ev.RetainBlock) -> None:
         machine.references[effect.handle] += 1
 
-    def _send(self, machine: SimNode, effect: ev.SendMessage) -> None:
+    def send(self, machine: SimNode, effect: ev.SendMessage) -> None:
+        """Encode a message, charge for it, and let it arrive."""
+        if effect.plane is ev.Plane.BULK_REPLY and machine.offers:
+            self._moves.flush(machine)
         number = self._by_id.get(effect.to) if effect.to is not None else self._by_address.get(effect.address)
         if number is None:
             return
@@ -295,56 +293,13 @@ class World:
         self.frame_bytes_of[machine.number] += size
         if not target.up:
             if effect.to is not None:
-                self._post(REFUSED_S, self._delivery(machine, lambda: ev.PeerUnreachable(target.node_id)))
+                self.post(REFUSED_S, self.delivery(machine, lambda: ev.PeerUnreachable(target.node_id)))
             return
         target.contacts[machine.number] = self.now
         for delay_s in self.links.delays_s(machine.number, number, size):
             # Frames of one node wait for each other: it has one loop.
             target.free_at = max(target.free_at, self.now + delay_s) + self.hardware.frame_s
-            self.at(target.free_at, self._delivery(target, lambda: ev.MessageReceived(*wire.decode(frame))))
-
-    def _send_block(self, machine: SimNode, effect: ev.SendBlock) -> None:
-        if effect.handle not in machine.references:
-            unavailable = ev.BlockUnavailable(effect.to, effect.pull_id, effect.ordinal)
-            self._post(0.0, self._delivery(machine, lambda: unavailable))
-            return
-        target = self.node_of(effect.to)
-        first = getattr(effect, "offset", 0)
-        for offset in range(first, effect.kv_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, effect.kv_bytes - offset)
-            header = Chunk(effect.pull_id, effect.ordinal, offset, size)
-            self.payload_bytes_of[machine.number] += size
-            self.links.enqueue(
-                machine.number,
-                (target.number, effect.pull_id),
-                size,
-                self._delivery(target, self._chunk(machine, header, effect.handle)),
-            )
-        if self.links.begin(machine.number):
-            self._next_chunk(machine.number)
-
-    def _chunk(self, machine: SimNode, header: Chunk, handle: BlockHandle) -> Callable[[], ev.Event]:
-        sender = machine.node_id
-
-        def arrive() -> ev.Event:
-            self._payload = (machine.number, handle)
-            return ev.ChunkReceived(sender, header.pull_id, header.ordinal, header.offset, header.length)
-
-        return arrive
-
-    def _next_chunk(self, number: int) -> None:
-        sent = self.links.send_next(number, self.now)
-        if sent is None:
-            return
-        left_at, arrives_at, arrive = sent
-        if arrives_at is not None:
-            self.at(arrives_at, arrive)
-        self.at(left_at, lambda: self._next_chunk(number))
-
-    def _verify(self, machine: SimNode, effect: ev.VerifyBlock) -> None:
-        ok = effect.handle not in machine.spoiled
-        delay_s = CHUNK_BYTES / self.hardware.digest_bytes_per_s
-        self._post(delay_s, self._delivery(machine, lambda: ev.BlockVerified(effect.handle, ok)))
+            self.at(target.free_at, self.delivery(target, lambda: ev.MessageReceived(*wire.decode(frame))))
 
     def _finish_fetch(self, machine: SimNode, effect: ev.FinishFetch) -> None:
         then = machine.fetches.pop(effect.fetch_id, None)
@@ -364,11 +319,12 @@ class World:
         anchors: tuple[AnchorMeta, ...] = (),
         deadline_s: float = 10.0,
         stall_s: float = math.inf,
+        busy_s: float = math.inf,
     ) -> int:
         """Ask for blocks; `then` is called once. Returns the fetch's id."""
         fetch_id, machine.next_id = machine.next_id, machine.next_id + 1
         machine.fetches[fetch_id] = then
-        asked = ev.FetchRequested(fetch_id, holders, wants, self.now + deadline_s, stall_s, anchors=anchors)
+        asked = ev.FetchRequested(fetch_id, holders, wants, self.now + deadline_s, stall_s, busy_s, anchors)
         self.handle(machine, asked)
         return fetch_id
 

@@ -20,14 +20,15 @@ VERSION = 1
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="record"):
-    """`agents`: names, in the order of their numbers. `warmup_s`: requests before it are not counted. Load averages are those
-    of one minute when the first request was asked."""
+    """`agents`: names, in the order of their numbers; `up_s`: for how long each had been up when recording began. `warmup_s`:
+    requests before it are not counted. `load_before`: one minute's load average when the first counted one was asked."""
 
     format: str = FORMAT
     version: int = VERSION
     model: str
     mode: str
     agents: list[str]
+    up_s: list[float]
     warmup_s: float
     seed: int
     load_before: float

@@ -1,5 +1,5 @@
-"""An agent in its own process that does as it is told, one JSON object per line: what TTFT and fault measurements run
-on.
+"""An agent in its own process that does as it is told, one JSON object per line: what measurements with several agents
+run on.
 
     python -m kvcomm_p2p.evaluation.worker '{"name": "holder", "model": "smollm2-135m", "join": []}'
 
@@ -9,6 +9,8 @@ ended), and keeps stdout to itself: what libraries print goes to stderr.
     {"do": "hold", "messages", "slots"}                           -> {"tokens", "anchors"}: prefilled and published
     {"do": "wait", "anchors": n}                                  -> {}: some peer is known to hold n anchors
     {"do": "measure", "messages", "slots", "tokens", "dense_first"} -> see `_measure`
+    {"do": "answer", "messages", "slots", "tokens", "mode"}          -> as a user asks; see `_answer`
+    {"do": "sent"}                                                -> {"bytes", "frames", "lost"}: by message type
     {"do": "strike", "messages", "slots", "tokens", "pid", "signal", "after_bytes"} -> see `_strike`
 """
 
@@ -28,6 +30,7 @@ import torch
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import KVCommError
 from kvcomm_p2p.evaluation.compare import aside, compare_filled, timed_fill
+from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, prepare
 from kvcomm_p2p.reuse.engine import Filled
@@ -73,6 +76,10 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 async def _obey(agent: Agent, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "wait":
         return await _wait(agent, command["anchors"])
+    if command["do"] == "sent":
+        return await aside(partial(_sent, agent))
+    if command["do"] == "answer":
+        return await _answer(agent, command)
     started = time.perf_counter()
     prompt = prepare(agent.runner.tokenizer, command["messages"], command["slots"])
     tokenize_s = time.perf_counter() - started
@@ -93,6 +100,34 @@ async def _wait(agent: Agent, anchors: int) -> dict[str, Any]:
             raise KVCommError(f"no peer was heard to hold {anchors} anchors within {WAIT_S:g} s")
         await asyncio.sleep(POLL_S)
     return {}
+
+
+async def _answer(agent: Agent, command: dict[str, Any]) -> dict[str, Any]:
+    """Answers a prompt with at most `tokens` tokens, and returns when it is published: the prompt's token ids and the ranges
+    of its named contents, the answer's token ids, seconds, and the report."""
+    reply = await agent.generate(
+        command["messages"],
+        slots=command["slots"],
+        mode=command["mode"],
+        sampling=Sampling(max_new_tokens=command["tokens"]),
+    )
+    await agent.settled()
+    tokenizer, key = agent.runner.tokenizer, agent._running().group_key
+    prompt = await aside(partial(prepare, tokenizer, command["messages"], command["slots"], key=key))
+    return {
+        "prompt": prompt.token_ids.tolist(),
+        "marks": sorted({(mark.position, mark.position + mark.length) for mark in prompt.marks}),
+        "answer": reply.token_ids,
+        "ttft_s": reply.ttft_s,
+        "total_s": reply.total_s,
+        "report": reply.report.as_dict(),
+    }
+
+
+def _sent(agent: Agent) -> dict[str, Any]:
+    stats, _ = agent._running().snapshot()
+    wire = stats.wire
+    return {"bytes": dict(wire.sent_bytes), "frames": dict(wire.sent), "lost": dict(wire.lost)}
 
 
 async def _measure(

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,15 +25,18 @@ END_TIMEOUT_S = 10.0
 class Worker:
     """One agent process. A context manager: the process has ended when the context has, frozen or not."""
 
-    def __init__(self, name: str, model: str, join: Sequence[str] = (), *, cluster: str) -> None:
-        """Starts the process; `wait_ready` says when it can be asked. Workers of different clusters never meet."""
+    def __init__(
+        self, name: str, model: str, join: Sequence[str] = (), *, cluster: str, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts the process; `wait_ready` says when it can be asked. Workers of different clusters never meet. `settings`: more
+        of them, as environment variables."""
         self.name = name
         options = json.dumps({"name": name, "model": model, "join": list(join)})
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvcomm_p2p.evaluation.worker", options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "KVCOMM_CLUSTER": cluster},
+            env={**os.environ, "KVCOMM_CLUSTER": cluster, **(settings or {})},
             text=True,
             start_new_session=True,  # Ctrl-C is for whoever started us, who then ends us
         )

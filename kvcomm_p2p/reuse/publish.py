@@ -27,6 +27,7 @@ from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.parts import part_of
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
 from kvcomm_p2p.planning.spans import blocks_needed, entangled, hops_at
+from kvcomm_p2p.planning.superseding import SUPERSEDED_KEPT_S, superseded
 from kvcomm_p2p.planning.types import Plan, SpanKind
 from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
@@ -39,9 +40,6 @@ from kvcomm_p2p.store import BlockStore, Composition
 VARIANT_BYTES = 8
 REPLICA_BLOCKS_MIN = 2
 """Shorter pieces of a peer's anchor are not kept as replicas."""
-
-SUPERSEDED_KEPT_S = 5.0
-"""How long an anchor stays after a longer one has taken its place."""
 
 T = TypeVar("T")
 
@@ -90,7 +88,7 @@ class Publisher:
         segments = await self._cut(token_ids, hops, filled_marks(plan, visibility), variant, contents)
         await self._publish(cache, segments, variant, None)
         held = [segment for segment in segments if self._driver.held(segment.meta.anchor_id) is not None]
-        await self._supersede(_superseded(plan, held))
+        await self._supersede(superseded(plan, [segment.meta for segment in held]))
         last = segments[-1].meta
         before = segments[-2].meta.anchor_id if len(segments) > 1 else None
         return Published(variant, last, before, contents)
@@ -229,25 +227,6 @@ class Publisher:
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
-
-
-def _superseded(plan: Plan, segments: Sequence[Segment]) -> list[AnchorId]:
-    """Anchors of earlier turns that a plan drew on and that the new segments hold as well."""
-    earlier = {
-        anchor.anchor_id: anchor
-        for span in plan.spans
-        if span.donor is not None and span.donor.local and span.kind in (SpanKind.EXACT, SpanKind.CONTINUED)
-        for anchor in span.donor.anchors
-        if span.start <= anchor.start and anchor.end <= span.end
-    }
-    return [key for key, anchor in earlier.items() if any(_holds(segment.meta, anchor) for segment in segments)]
-
-
-def _holds(longer: AnchorMeta, anchor: AnchorMeta) -> bool:
-    """Whether everything that `anchor` (the same tokens behind the same prefix) offers is offered by a longer one."""
-    same = (longer.hops, longer.visibility, longer.group) == (anchor.hops, anchor.visibility, anchor.group)
-    inside = longer.start <= anchor.start and anchor.end <= longer.end
-    return same and inside and longer.tokens > anchor.tokens
 
 
 def filled_marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[VisibilityMark]:

@@ -1,0 +1,119 @@
+"""Bytes of blocks in a World: sending them or saying where they stand, taking them in, checking them. As `net.block_mover`.
+
+Nobody looks at the bytes; digests are right unless a holder was told to spoil them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvcomm_p2p.errors import InternalError
+from kvcomm_p2p.protocol import events as ev
+from kvcomm_p2p.protocol.anchors import BlockHandle
+from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, Chunk, SharedBlock, SharedBlocks
+from kvcomm_p2p.sim.machine import SimNode
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.sim.world import World
+
+CHUNK_BYTES = 1024 * 1024
+"""Blocks travel in pieces of this size: small enough that an interface is shared fairly."""
+
+SHARED_DESCRIPTOR = 40
+"""Numbers of open files are about this large in a real process; only their length on the wire matters."""
+
+
+class BlockMoves:
+    """Of all machines of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._payload: tuple[int, BlockHandle] | None = None
+
+    # -------------------------------------------------------------------------------------------------------------- out
+
+    def send(self, machine: SimNode, effect: ev.SendBlock) -> None:
+        """All chunks of a block, or, where the peer can read it, where it stands: that waits for `flush`."""
+        world = self._world
+        if effect.handle not in machine.references:
+            unavailable = ev.BlockUnavailable(effect.to, effect.pull_id, effect.ordinal)
+            world.post(0.0, world.delivery(machine, lambda: unavailable))
+            return
+        if effect.shared:
+            place = SharedBlock(effect.ordinal, SHARED_DESCRIPTOR, machine.number + 1, 0, effect.kv_bytes)
+            machine.offers.append((effect.to, effect.pull_id, place))
+            world.payload_bytes_of[machine.number] += effect.kv_bytes
+            return
+        self.flush(machine)
+        target = world.node_of(effect.to)
+        for offset in range(effect.offset, effect.kv_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, effect.kv_bytes - offset)
+            header = Chunk(effect.pull_id, effect.ordinal, offset, size)
+            world.payload_bytes_of[machine.number] += size
+            world.links.enqueue(
+                machine.number,
+                (target.number, effect.pull_id),
+                size,
+                world.delivery(target, self._chunk(machine, header, effect.handle)),
+            )
+        if world.links.begin(machine.number):
+            self._next_chunk(machine.number)
+
+    def flush(self, machine: SimNode) -> None:
+        """Places that wait for one pull go as one message, before anything else does."""
+        offers, machine.offers = machine.offers, []
+        for (peer, pull_id), group in itertools.groupby(offers, key=lambda offer: offer[:2]):
+            blocks = [block for _, _, block in group]
+            for at in range(0, len(blocks), PULL_BLOCKS_MAX):
+                told = SharedBlocks(pull_id, machine.number + 1, tuple(blocks[at : at + PULL_BLOCKS_MAX]))
+                self._world.send(machine, ev.SendMessage(peer, "", told, ev.Plane.BULK_REPLY))
+
+    def _chunk(self, machine: SimNode, header: Chunk, handle: BlockHandle) -> Callable[[], ev.Event]:
+        sender = machine.node_id
+
+        def arrive() -> ev.Event:
+            self._payload = (machine.number, handle)
+            return ev.ChunkReceived(sender, header.pull_id, header.ordinal, header.offset, header.length)
+
+        return arrive
+
+    def _next_chunk(self, number: int) -> None:
+        sent = self._world.links.send_next(number, self._world.now)
+        if sent is None:
+            return
+        left_at, arrives_at, arrive = sent
+        if arrives_at is not None:
+            self._world.at(arrives_at, arrive)
+        self._world.at(left_at, lambda: self._next_chunk(number))
+
+    # --------------------------------------------------------------------------------------------------------------- in
+
+    def store(self, machine: SimNode, effect: ev.StoreChunk) -> None:
+        """A chunk's bytes."""
+        if self._payload is None:
+            raise InternalError("a chunk was stored that is not being handled")
+        number, handle = self._payload
+        holder = self._world.nodes[number]
+        machine.filled[effect.handle] = effect.kv_bytes
+        if holder.spoils or handle in holder.spoiled:
+            machine.spoiled[effect.handle] = None
+
+    def verify(self, machine: SimNode, effect: ev.VerifyBlock) -> None:
+        """Of a whole block that came as chunks."""
+        size = machine.filled.get(effect.handle, 0)
+        self._hash(machine, effect.handle, size, effect.handle not in machine.spoiled)
+
+    def adopt(self, machine: SimNode, effect: ev.AdoptShared) -> None:
+        """Of a block that stands in shared memory."""
+        holder = self._world.nodes[effect.source.file_id - 1]
+        self._hash(machine, effect.handle, effect.kv_bytes, holder.up and not holder.spoils)
+
+    def _hash(self, machine: SimNode, handle: BlockHandle, size: int, ok: bool) -> None:
+        """By whichever thread is idle first."""
+        world = self._world
+        thread = min(range(len(machine.hashed_at)), key=machine.hashed_at.__getitem__)
+        done_at = max(world.now, machine.hashed_at[thread]) + size / world.hardware.digest_bytes_per_s
+        machine.hashed_at[thread] = done_at
+        world.at(done_at, world.delivery(machine, lambda: ev.BlockVerified(handle, ok)))
