@@ -40,6 +40,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _WORDS = {"metrics_port": {"off": "0", "any": str(METRICS_ANY_PORT)}}
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 ENCRYPT = ("auto", "always")
+WIRE_ENCODINGS = ("auto", "raw", "int8")
 ANY_HOST = "0.0.0.0"
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
@@ -129,6 +130,10 @@ class Settings:
     shared_memory: bool = True
     """Whether blocks are shared with agents of the same user on this machine instead of being sent."""
 
+    wire_encoding: str = "auto"
+    """How KV travels: "auto" (as int8 where that is faster, the copy is exact and the request's divergence budget has room),
+    "int8" (wherever it may be approximate), or "raw" (never as int8, nor sent so to others)."""
+
     record_dir: str = ""
     """Folder for a recording of everything that reaches the node, made if it is missing; empty: none. See docs/recording.md:
     it holds token ids."""
@@ -214,6 +219,8 @@ class Settings:
             problems.append(f"advertise_host {self.advertise_host!r} is not an IPv4 address that peers can reach")
         if self.encrypt not in ENCRYPT:
             problems.append(f"encrypt {self.encrypt!r} is not one of {', '.join(ENCRYPT)}")
+        if self.wire_encoding not in WIRE_ENCODINGS:
+            problems.append(f"wire_encoding {self.wire_encoding!r} is not one of {', '.join(WIRE_ENCODINGS)}")
         for name in ("control_port", "bulk_port"):
             port = getattr(self, name)
             if not 0 <= port <= 65535:

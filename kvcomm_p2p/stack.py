@@ -21,6 +21,7 @@ from kvcomm_p2p.forgetting import Forgotten, forget
 from kvcomm_p2p.metrics import MetricsServer
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
 from kvcomm_p2p.net.durable import open_life
@@ -33,10 +34,11 @@ from kvcomm_p2p.net.signatures import signed_record
 from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.planning.chains import group_tag
-from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.costs import CostTracker, first_costs
 from kvcomm_p2p.planning.lineage import Lineage
-from kvcomm_p2p.planning.types import Costs, Mode
+from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, KVLayout
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import Capability, MemberRecord, RefusedReason
 from kvcomm_p2p.protocol.node import Node
@@ -108,7 +110,8 @@ class AgentStack:
             vocabulary_size=runner.vocabulary_size,
             content_key=content_key,
         )
-        self._puller = Puller(driver, store)
+        layout = wire_layout(runner.spec, settings)
+        self._puller = Puller(driver, store, layout, self._compute, settings.wire_encoding == "int8")
         self._learner = Learner(self.memory, driver, store, runner.spec, self._compute)
         self._foresight = Foresight(runner.spec, predictor_path(settings.cache_dir, runner.spec.model_id))
         self.engine = ReuseEngine(
@@ -291,6 +294,7 @@ def build_stack(
         life.sign = partial(signed_record, identity)
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
     host = host_tag(keys.content) if settings.shared_memory else b""
+    layout = wire_layout(spec, settings)
 
     recorder = make_recorder(settings, name, node_id)
     before: dict[str, Any] = {"incarnation": life.incarnation, "addresses": life.addresses}
@@ -305,7 +309,7 @@ def build_stack(
             addresses.bulk,
             groups=tags,
             host=host,
-            capabilities=Capability.SHARED_MEMORY if host else 0,
+            capabilities=(Capability.SHARED_MEMORY if host else 0) | (Capability.INT8 if layout else 0),
         )
         me = life.sign(me)
         config = replace(settings.node_config(), erasing_key=keys.erasing)
@@ -322,7 +326,7 @@ def build_stack(
         curve=curve_keys(gate),
     )
     store = BlockStore(SharedMemory() if host else None)
-    driver = Driver(make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir, life=life)
+    driver = Driver(make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir, life=life, layout=layout)
     try:
         stack = AgentStack(name, runner, settings, driver, store, keys.content)
     except BaseException:
@@ -332,6 +336,13 @@ def build_stack(
         raise
     stack.recorder = recorder
     return stack
+
+
+def wire_layout(spec: ModelSpec, settings: Settings) -> KVLayout | None:
+    """The layout of blocks that travel as int8; None where they may not, or would not become smaller."""
+    layout = spec.layout
+    smaller = layout.int8_bytes(1) < layout.block_bytes(1)
+    return layout if settings.wire_encoding != "raw" and smaller else None
 
 
 def measured_costs(runner: ModelRunner) -> CostTracker:
@@ -346,13 +357,6 @@ def measured_costs(runner: ModelRunner) -> CostTracker:
     del seconds[0]
     fastest = [min(s for tokens, _, s in seconds if tokens == size) for size in (few, many)]
     token_s = max((fastest[1] - fastest[0]) / max(many - few, 1), fastest[1] / many / 10)
-    start = Costs(
-        forward_s=max(fastest[0] - few * token_s, fastest[0] / 10),
-        token_s=token_s,
-        attention_s=token_s / 5000,
-        pull_latency_s=0.01,
-        pull_bytes_per_s=4e8,
-        align_bytes_per_s=1.5e9,
-        token_bytes=spec.layout.token_bytes,
-    )
-    return CostTracker.measured(start, seconds)
+    start = first_costs(max(fastest[0] - few * token_s, fastest[0] / 10), token_s, spec.layout.token_bytes)
+    int8_share = spec.layout.int8_bytes(BLOCK_TOKENS) / max(1, spec.layout.block_bytes(BLOCK_TOKENS))
+    return CostTracker.measured(replace(start, int8_share=int8_share), seconds)

@@ -59,6 +59,7 @@ def save_profile(model_id: ModelId, profile: Profile, path: Path) -> None:
         "short": {provenance.name.lower(): kl for provenance, kl in sorted(profile.short.items())},
         "divergence": asdict(profile.divergence),
         "selection": profile.selection,
+        "int8": profile.int8,
         "measured": profile.measured,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +115,7 @@ class _Document(msgspec.Struct):
     measured: str
     short: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
     selection: Literal["head", "predictor"] = "head"
+    int8: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
     def profile(self) -> Profile:
         """Raises KeyError for a provenance that does not exist."""
@@ -131,4 +133,5 @@ class _Document(msgspec.Struct):
             measured=self.measured,
             short=MappingProxyType(short),
             selection=self.selection,
+            int8=self.int8,
         )

@@ -38,7 +38,8 @@ class Profile:
     prefill. `measured` says on what, when and with which result, for people. `short`: per provenance the divergence of runs
     shorter than `run_tokens_min` that are corrected from memory, nats per token of a prompt that is wholly reused; what is
     missing is recomputed. `selection`: which tokens of a run its head's budget goes to, the first ones ("head") or those that
-    the prefix predictor expects to be most wrong ("predictor").
+    the prefix predictor expects to be most wrong ("predictor"). `int8`: the divergence of KV that travelled as int8, nats per
+    token of a prompt that is wholly such; None: unknown, and none does.
     """
 
     run_tokens_min: int
@@ -47,6 +48,7 @@ class Profile:
     measured: str
     short: Mapping[Provenance, float] = field(default_factory=dict)
     selection: Literal["head", "predictor"] = "head"
+    int8: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ class ReuseEngine:
                 self._costs.costs,
                 pulls=self._costs.pulls,
                 key=self._content_key,
+                int8=self._puller.int8(found.donors),
             )
         )
         report.planned(plan, time.perf_counter() - planning)

@@ -24,6 +24,7 @@ def profile_rules(profile: Profile | None, mode: Mode) -> ReuseRules | None:
         repairs=profile.repairs,
         kl_target=KL_TARGET[mode],
         kl_max=KL_MAX[mode],
+        int8_kl=profile.int8,
         guard_probes=GUARD_PROBES,
         interpolated_tokens=INTERPOLATED_TOKENS if mode is Mode.FAST else 0,
     )
