@@ -59,6 +59,18 @@ def pull(as_json: AsJson = False, save: Save = None) -> None:
 
 @bench.command()
 @guarded
+def encoding(
+    model: Model = None,
+    prompts: Annotated[int | None, typer.Option("--prompts", min=1, metavar="COUNT", help="[default: 12]")] = None,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """KV as int8 on the wire: bytes, speed of encoding and decoding, and how far it moves the answers."""
+    _measure("encoding", as_json, save, **_given(model, prompts=prompts))
+
+
+@bench.command()
+@guarded
 def quality(
     model: Model = None,
     prompts: Annotated[

@@ -27,7 +27,7 @@ from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs
 from kvcomm_p2p.planning.replan import widened
 from kvcomm_p2p.planning.spans import recompute_positions
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, Repair, ReuseRules, RunChoice, Span, SpanKind
-from kvcomm_p2p.protocol.anchors import BlockKey, Visibility
+from kvcomm_p2p.protocol.anchors import BlockKey, KVLayout, Visibility
 from kvcomm_p2p.reuse.align import align_span, interpolate
 from kvcomm_p2p.reuse.correctors import ProbeShift, ShiftRun, kvcomm_average, nearest_tokens
 from kvcomm_p2p.reuse.deviations import Deviation, observe
@@ -131,6 +131,11 @@ class Laboratory:
     def profile(self) -> Profile | None:
         """The model's."""
         return self._runner.spec.profile
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the model's KV."""
+        return self._runner.spec.layout
 
     def carried_out(self, case: Case, plan: Plan, *, wrong_blocks: bool = False) -> Outcome:
         """Any plan over the case's runs."""
