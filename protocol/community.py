@@ -16,7 +16,7 @@ from kvcomm_p2p.protocol.events import (
     SaveState,
     SendMessage,
 )
-from kvcomm_p2p.protocol.exchange import Exchange
+from kvcomm_p2p.protocol.exchange import RENEWAL_S, Exchange
 from kvcomm_p2p.protocol.gossip import Replicas
 from kvcomm_p2p.protocol.health import LocalHealth
 from kvcomm_p2p.protocol.ids import NodeId
@@ -100,6 +100,7 @@ class Community:
         self._refuted = 0
         self._round_at = now + rng.random() * config.gossip_interval_s
         self._settled_at = now + SETTLED_S
+        self._renew_at = now
         self._look_at = now
         self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
 
@@ -146,7 +147,8 @@ class Community:
             self.health.worse()
         while members.doubted:
             effects += self.probes.ping(members.doubted.pop())
-        if members.epoch_wanted > members.me.epoch:
+        if members.epoch_wanted > members.me.epoch and now >= self._renew_at:
+            self._renew_at = now + RENEWAL_S
             effects.append(RenewIdentity(members.epoch_wanted))
             members.epoch_wanted = members.me.epoch
         if members.incarnation != self._saved[0]:

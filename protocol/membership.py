@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord, Rumour, Status
+from kvcomm_p2p.protocol.names import Names
 from kvcomm_p2p.protocol.rumours import Rumours
 from kvcomm_p2p.protocol.standing import Departed, Standing, is_leap, merge, token
 from kvcomm_p2p.protocol.suspicion import Suspicion, shortest_s
@@ -77,12 +78,11 @@ class Membership:
         self._peers: dict[NodeId, Peer] = {}
         self._suspicions: dict[NodeId, Suspicion] = {}
         self._gone: dict[NodeId, Peer] = {}
+        self._names = Names()
         self._departed = Departed()
         self._alive: tuple[Peer, ...] | None = ()
         self._reachable: tuple[Peer, ...] | None = ()
         self._view = 0
-
-    # ------------------------------------------------------------------------------------------------------- questions
 
     def get(self, node_id: NodeId) -> Peer | None:
         return self._peers.get(node_id)
@@ -153,27 +153,25 @@ class Membership:
         """The live node, this one included, that is called `name` and is not `but`."""
         if self.me.name == name and self.me.node_id != but:
             return self.me.node_id
-        for peer in self.alive():
-            if peer.record.name == name and peer.node_id != but:
-                return peer.node_id
-        return None
+        return next((peer for peer in self._names.bearers(name) if peer != but and self.is_alive(peer)), None)
 
     def is_full_for(self, node_id: NodeId) -> bool:
         """Whether there is no room for this unknown node even after forgetting somebody who is gone."""
         return node_id not in self._peers and len(self._peers) >= self._config.peers_max and not self._gone
 
     def displaced_by(self, record: MemberRecord) -> Peer | None:
-        """The peer whose control address `record` has: one address is bound by one process, so that peer is gone."""
-        for peer in self.reachable():
-            if peer.record.control == record.control and peer.node_id != record.node_id:
+        """The peer whose control address `record` has: one address is bound by one process, so that peer is gone. Not one
+        of another key: anybody may claim to be anywhere."""
+        for peer in self._peers.values():
+            known = peer.record
+            same = (known.control, known.public_key) == (record.control, record.public_key)
+            if same and not peer.is_gone and peer.node_id != record.node_id:
                 return peer
         return None
 
     def next_deadline(self) -> float:
         """When a suspect is due, infinity if none is."""
         return min((suspicion.ends_at for suspicion in self._suspicions.values()), default=float("inf"))
-
-    # -------------------------------------------------------------------------------------------------------- evidence
 
     def heard(self, node_id: NodeId, now: float) -> None:
         """It told us something itself, whatever: it cannot be declared dead for silence yet."""
@@ -202,6 +200,8 @@ class Membership:
         peer = self._peers.get(node_id)
         if peer is not None and record.epoch <= peer.record.epoch:
             return self.hear(Rumour(node_id, *claim), now)
+        if peer is not None and is_leap(peer.standing, claim):
+            return []
         end = self._departed.outlives(node_id, claim)
         if end is not None:
             self.rumours.add(Rumour(node_id, *end))
@@ -282,8 +282,6 @@ class Membership:
         self.incarnation = 0
         self.epoch_wanted = max(self.epoch_wanted, me.epoch)
 
-    # ---------------------------------------------------------------------------------------------------------- inside
-
     def _claimed_of_us(self, claim: Standing) -> None:
         mine = Standing(self.me.epoch, self.incarnation, Status.ALIVE)
         if claim.epoch < mine.epoch or is_leap(mine, claim):
@@ -306,7 +304,9 @@ class Membership:
             return []
         if claim.is_gone:
             self._departed.add(node_id, claim)
-            return [] if peer is None else self.bury(node_id, now, "a later life of it is over")
+            if peer is None or not self._is_heard(peer, now):
+                return self.bury(node_id, now, "a later life of it is over")
+            return self.accuse(node_id, now, "a later life of it is said to be over")
         end = self._departed.outlives(node_id, claim)
         if end is not None:
             self.rumours.add(Rumour(node_id, *end))
@@ -325,12 +325,14 @@ class Membership:
             changes.append(PeerChange(peer, "joined"))
         else:
             was = peer.state
+            self._names.drop(peer.record.name, peer.node_id)
             self._view ^= token(peer.node_id, peer.standing)
             peer.record, peer.incarnation, peer.heard_at = record, incarnation, now
             peer.state, peer.since, peer.introduced = Status.ALIVE, now, False
             self._gone.pop(peer.node_id, None)
             self._suspicions.pop(peer.node_id, None)
             changes.append(PeerChange(peer, "returned", f"restarted; was {was.word}"))
+        self._names.add(record.name, record.node_id)
         self._departed.drop(record.node_id)
         self._view ^= token(peer.node_id, peer.standing)
         self._alive = self._reachable = None
@@ -358,7 +360,12 @@ class Membership:
         return [PeerChange(peer, "returned", f"was {was.word}"), *self._name_conflicts(peer)]
 
     def _suspicion(self, now: float, accuser: NodeId | None) -> Suspicion:
-        return Suspicion(now, len(self.reachable()) + 1, self._config.probe_interval_s, accuser)
+        return Suspicion(now, self._nodes, self._config.probe_interval_s, accuser)
+
+    @property
+    def _nodes(self) -> int:
+        """How many belong to the cluster, this one included."""
+        return len(self._peers) - len(self._gone) + 1
 
     def _confirmed(self, peer: Peer, accuser: bytes) -> None:
         if accuser and self._suspicions[peer.node_id].confirm(NodeId(accuser)):
@@ -368,11 +375,12 @@ class Membership:
         suspicion = self._suspicions.get(peer.node_id)
         if suspicion is not None:
             return peer.heard_at > suspicion.began_at
-        return now - peer.heard_at < shortest_s(len(self.reachable()) + 1, self._config.probe_interval_s)
+        return now - peer.heard_at < shortest_s(self._nodes, self._config.probe_interval_s)
 
     def _forget(self, peer: Peer) -> PeerChange:
         del self._peers[peer.node_id]
         del self._gone[peer.node_id]
+        self._names.drop(peer.record.name, peer.node_id)
         self._departed.add(peer.node_id, peer.standing)
         return PeerChange(peer, "forgotten")
 

@@ -87,6 +87,7 @@ class Departed:
         self._ends.pop(node_id, None)
 
     def outlives(self, node_id: NodeId, claim: Standing) -> Standing | None:
-        """What is remembered of the node, if the claim is void by it."""
+        """What is remembered of the node, if the claim is void by it. An end that leaps above the claim is a lie that was
+        told before anybody knew the node."""
         end = self._ends.get(node_id)
-        return end if end is not None and merge(end, claim) != claim else None
+        return end if end is not None and merge(end, claim) != claim and not is_leap(claim, end) else None

@@ -149,6 +149,9 @@ class Refused(Struct, frozen=True, array_like=True, tag=3):
     reason: RefusedReason
     detail: DetailField = ""
 
+    def __post_init__(self) -> None:
+        require(self.detail.isprintable(), "detail has characters that cannot be printed")
+
 
 class Bye(Struct, frozen=True, array_like=True, tag=4):
     """I leave now. Counts for this epoch of mine only."""

@@ -90,7 +90,7 @@ digests = st.lists(
 deltas = st.lists(origin_deltas(), max_size=3).map(tuple)
 ordinal = st.integers(0, m.PULL_BLOCKS_MAX - 1)
 block_size = st.integers(1, m.BLOCK_BYTES_MAX)
-detail = st.text(max_size=m.DETAIL_CHARS_MAX)
+detail = st.text(st.characters(categories=["L", "N", "P"]), max_size=m.DETAIL_CHARS_MAX).filter(str.isprintable)
 pull_blocks = st.builds(m.PullBlock, id16, st.integers(0, m.BLOCKS_PER_ANCHOR_MAX - 1), block_size)
 encoded_blocks = st.builds(
     lambda anchor_id, index, a, b, offset: m.PullBlock(anchor_id, index, max(a, b) + 1, offset % min(a, b), min(a, b)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from protocol_harness import Network, digest16, joined, log_news, make_node, meta, record
 
 from kvcomm_p2p.protocol import events as ev
+from kvcomm_p2p.protocol import membership
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import Miss
 from kvcomm_p2p.protocol.config import NodeConfig
@@ -115,6 +117,15 @@ def test_a_new_node_at_the_address_of_an_old_one_replaces_it() -> None:
     reborn = record(2, name=FRIEND.name, control=FRIEND.control)
     effects = node.handle(hello(reborn), 0.1)
     assert changes(effects) == ["dead", "joined"]
+
+
+def test_who_claims_the_address_of_a_peer_of_another_key_replaces_nobody() -> None:
+    node = make_node(0)
+    node.handle(hello(record(1, public_key=b"1" * 32)), 0.0)
+    assert changes(node.handle(hello(record(2, control=FRIEND.control, public_key=b"2" * 32)), 0.1)) == ["joined"]
+    assert states(node)["node1"] == "alive"
+    reborn = record(3, control=FRIEND.control, public_key=b"1" * 32)
+    assert changes(node.handle(hello(reborn), 0.2)) == ["dead", "joined"]
 
 
 def test_two_live_nodes_with_one_name_are_reported_once() -> None:
@@ -294,13 +305,23 @@ def test_the_end_of_a_life_that_we_never_saw_is_remembered() -> None:
     node = make_node(0)
     node.handle(hello(FRIEND), 0.0)
     later = record(1, epoch=3)
-    node.handle(claim(later, DEAD, 2), 0.1)
+    node.handle(claim(later, DEAD, 2), 9.1)
     assert states(node) == {"node1": "dead"}
     delta = log_news(later, 0, incarnation=2)
-    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), 0.2)
+    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((delta,))), 9.2)
     assert states(node) == {"node1": "dead"}
-    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((log_news(later, 0, incarnation=3),))), 0.3)
+    node.handle(ev.MessageReceived(TELLER.node_id, m.Ack((log_news(later, 0, incarnation=3),))), 9.3)
     assert states(node) == {"node1": "alive"}
+
+
+def test_the_end_of_a_later_life_of_a_peer_that_we_hear_is_only_a_suspicion() -> None:
+    node = make_node(0)
+    node.handle(hello(FRIEND), 0.0)
+    assert changes(node.handle(claim(record(1, epoch=3), DEAD), 0.1)) == ["suspect"]
+    (answer,) = sent(node.handle(hello(FRIEND), 0.2))
+    assert isinstance(answer, m.Welcome)
+    assert answer.rumours == (m.Rumour(FRIEND.node_id, 3, 0, DEAD),), "it has to hear of it, to go above it"
+    assert changes(node.handle(hello(record(1, epoch=4)), 0.3)) == ["returned"]
 
 
 def test_departures_reach_those_whom_the_leaver_could_not_reach() -> None:
@@ -321,6 +342,58 @@ def test_claims_that_leap_are_not_believed() -> None:
     node.handle(claim(node.me, DEAD, 2**62), 9.0)
     (pong,) = sent(node.handle(claim(node.me, ALIVE), 9.1)) or [m.Pong(1, node.me.node_id, 1, 0)]
     assert isinstance(pong, m.Pong) and pong.incarnation == 0
+
+
+def test_records_and_ends_that_leap_keep_nobody_out() -> None:
+    node = make_node(0)
+    node.handle(claim(record(1, epoch=m.COUNTER_MAX), LEFT), 0.0)
+    assert changes(node.handle(hello(FRIEND), 0.1)) == ["joined"], "who lied first must not win"
+    taken_over = record(1, epoch=m.COUNTER_MAX, control="10.6.6.6:1")
+    for message in (m.Welcome(TELLER, (taken_over,)), m.Ack((log_news(taken_over, 0),))):
+        node.handle(ev.MessageReceived(TELLER.node_id, message), 9.0)
+        (known,) = [peer for peer in node.peers() if peer.node_id == FRIEND.node_id]
+        assert (known.epoch, known.control, known.state) == (1, FRIEND.control, "alive")
+    node.handle(hello(record(1, epoch=2)), 9.1)
+    assert [peer.epoch for peer in node.peers() if peer.node_id == FRIEND.node_id] == [2]
+
+
+def test_a_node_that_is_told_lies_about_itself_begins_a_new_epoch_every_ten_seconds_at_most() -> None:
+    """Each costs a write to the disk, a word to everybody, and all of its log once more."""
+    network, ids = joined(3)
+    renewals = []
+    for _ in range(100):
+        before = network.nodes[ids[0]].me.epoch
+        lie = m.Rumour(ids[0], before, 0, LEFT)
+        network.handle(ids[0], ev.MessageReceived(ids[1], m.Ping(1, (lie,))))
+        network.run(0.21)
+        if network.nodes[ids[0]].me.epoch > before:
+            renewals.append(network.now)
+    assert 2 <= len(renewals) <= 3
+    network.run(15.0)
+    assert all(states(network.nodes[key])["node0"] == "alive" for key in ids[1:])
+
+
+def test_what_is_said_of_everybody_costs_no_more_for_each_because_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that are known turn suspect and back in one frame, as after a partition."""
+    node = make_node(0)
+    members = [record(index) for index in range(1, 300)]
+    for index, member in enumerate(members):
+        node.handle(hello(member), 0.001 * index)
+    visits = [0]
+
+    def visited(peer: membership.Peer) -> NodeId:
+        visits[0] += 1
+        return peer.node_id
+
+    monkeypatch.setattr(membership, "_by_id", visited)
+    for incarnation, status in enumerate((SUSPECT, ALIVE, SUSPECT, ALIVE)):
+        entries = [m.DigestEntry(member.node_id, 1, incarnation, 0, 0, status) for member in members]
+        digest = m.SynAck(tuple(sorted(entries, key=lambda entry: entry.node_id)), answer=True)
+        assert len(changes(node.handle(ev.MessageReceived(FRIEND.node_id, digest), 1.0))) == len(members)
+        assert visits[0] <= 4 * len(members)
+        visits[0] = 0
 
 
 def test_partitions_merge() -> None:

@@ -221,6 +221,7 @@ def test_puts_carry_all_of_an_anchor() -> None:
         [15, 1, None, 2, float("nan")],
         [15, 1, None, 2, float("inf")],
         [15, 1, None, 9, 0.0],
+        [3, 1, "x\nanother line of the log"],
         [8, 1, b"a" * 16, 32, 32],
         [8, 1, b"a" * 16, 33, 64],
         [9, 1, b"abc", [b"d" * 32]],
@@ -256,7 +257,7 @@ def test_illegal_fields_are_refused(fields: Any) -> None:
 )
 def test_malformed_bodies_are_refused(body: bytes) -> None:
     with pytest.raises(wire.WireError):
-        wire.decode(wire.MAGIC + b"\x01" + SENDER + body)
+        wire.decode(wire.MAGIC + bytes([m.PROTOCOL_VERSION]) + SENDER + body)
 
 
 @given(messages)
