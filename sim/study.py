@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +227,8 @@ def sweep(
             yield kept
     if not left:
         return
+    # What is read-only does not travel to other processes.
+    rules = replace(rules, repairs=dict(rules.repairs), short=dict(rules.short), short_from=dict(rules.short_from))
     own = ProcessPoolExecutor(max_workers=jobs) if executor is None else None
     try:
         futures = {(executor or own).submit(run_point, point, rules): point for point in left}  # type: ignore[union-attr]
