@@ -128,6 +128,7 @@ class RealRun(msgspec.Struct, frozen=True):
             "warmup_s": self.head.warmup_s,
             "up_s": self.head.up_s,
             "costs": costs,
+            "beliefs": "first",
             "mode": self.head.mode,
             "profile": self.head.model,
             "fabrics": ["peers"],

@@ -109,6 +109,9 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Prompts asked before this time are answered but not counted."""
     up_s: tuple[Seconds, ...] = ()
     """For how long each agent is up when the scenario begins; none given: a few seconds."""
+    beliefs: Literal["link", "first"] = "link"
+    """What agents believe of transfers before they have seen one: half of what the link can do, or what the product begins
+    with everywhere (`planning.costs.first_costs`)."""
     seed: int = 0
     costs: str = DEFAULT_TABLE
     mode: Literal["exact", "balanced", "fast", "dense"] = "balanced"

@@ -63,6 +63,10 @@ class Simulation:
         self._rng = rng
         self._config = scenario.node_config()
         self._believes = first_costs(table.forward_s, table.token_s, table.layout.token_bytes)
+        if scenario.beliefs == "link":
+            self._believes = table.costs(
+                pull_latency_s=max(2 * inside.latency_s, 1e-4), pull_bytes_per_s=inside.bulk_bytes_per_s / 2
+            )
         self._pool = CentralPool(self.world, scenario.central, inside) if fabric == "central" else None
         self.agents: list[SimAgent] = []
         self.observed = Observed(fabric, scenario.duration_s)
