@@ -228,24 +228,40 @@ class FlightTable:
         """When anything last came from where a waiting flight may come from, or to its fetch."""
         leader = flight.leader
         holders = (*flight.referred, *leader.event.holders)
-        return max(leader.progress_at, leader.started_at, *(self.came_at.get(holder, 0.0) for holder in holders))
+        came = [self.came_at.get(holder, 0.0) for holder in holders]
+        if flight.queued:  # behind pulls that have their own patience from when they were asked for
+            came += [pull.progress_at for pull in self.pulls.values() if pull.holder in holders]
+        return max(leader.progress_at, leader.started_at, *came)
 
     def tired_at(self, flight: Flight) -> float:
         """When a flight that waits, for busy holders or behind others, is given up."""
         config = self._config
         if flight.queued:
-            return flight.leader.impatient_at(config, self.waits_since(flight))
+            since = self.waits_since(flight)
+            return min(fetch.impatient_at(config, since) for fetch, _ in flight.owners)
         patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
         return self.waits_since(flight) + patience_s
 
-    def tire(self, now: float) -> None:
-        """Flights that have waited for too long are hopeless."""
-        for flight in self.waiting.values():
+    def tire(self, now: float) -> list[Effect]:
+        """Nobody waits for too long: behind others each has its own patience, for busy holders the leader's counts."""
+        effects: list[Effect] = []
+        for flight in tuple(self.waiting.values()):
             late_s = now - self.tired_at(flight)
             if late_s > LATE_S:
                 flight.leader.progress_at = min(now, self.waits_since(flight) + late_s + LATE_S)
+            elif late_s >= 0 and flight.queued:
+                effects += self._leave_queue(flight, now)
             elif late_s >= 0 and flight.hopeless is None:
-                busy = Miss(MissReason.BUSY, "every holder serves as many as it can")
-                stalled = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
-                flight.hopeless = stalled if flight.queued else busy
+                flight.hopeless = Miss(MissReason.BUSY, "every holder serves as many as it can")
                 flight.leader.lose(self.waits_since(flight), now)
+        return effects
+
+    def _leave_queue(self, flight: Flight, now: float) -> list[Effect]:
+        since = self.waits_since(flight)
+        miss = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
+        effects: list[Effect] = []
+        for fetch, place in tuple(flight.owners):
+            if fetch.impatient_at(self._config, since) <= now:
+                fetch.lose(since, now)
+                effects += self._disown(flight, fetch, place, miss)
+        return effects

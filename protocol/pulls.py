@@ -309,7 +309,7 @@ class Pulls:
             if pull.hedges_at(self._config) <= now:
                 effects += self._hedge(pull, now)
         effects += self._table.schedule(now)
-        self._table.tire(now)
+        effects += self._table.tire(now)
         self._sources.forget_retries(now)
         return effects + self._table.schedule(now)
 
@@ -321,7 +321,7 @@ class Pulls:
             self._penalties.punish(pull.holder, now)
             for flight in self._table.waiting.values():
                 if pull.holder in flight.leader.event.holders:
-                    flight.leader.lose(max(since, flight.leader.progress_at), now)
+                    flight.leader.lose(max(since, self._table.waits_since(flight)), now)
                     flight.failed_at[pull.holder] = miss
         effects = [] if pull.rival is None else self._table.end(pull.rival, miss)
         return effects + self._table.end(pull, miss, lost=(since, now))
