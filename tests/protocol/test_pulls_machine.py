@@ -28,10 +28,14 @@ def hello(peer: m.MemberRecord) -> ev.MessageReceived:
 
 
 class PullMachine(RuleBasedStateMachine):
+    CAPABILITIES: tuple[int, ...] = (0, 0, 0)
+    """Of the three peers; this node has those of the first."""
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.node = make_node(0, config=NodeConfig(pulls_per_peer_max=2, pull_piece_bytes=PIECE, passing_on_s=0.3))
+        config = NodeConfig(pulls_per_peer_max=2, pull_piece_bytes=PIECE, passing_on_s=0.3)
+        self.node = make_node(0, config=config, capabilities=self.CAPABILITIES[0])
         self.open: dict[int, ev.FetchRequested] = {}
         self.done: dict[int, ev.FinishFetch] = {}
         self.references: dict[BlockHandle, int] = {}
@@ -44,8 +48,11 @@ class PullMachine(RuleBasedStateMachine):
         self.next_fetch = 1
         self.lives = 1
         self.left = False
-        for peer in PEERS:
-            self.do(hello(peer))
+        for peer in range(len(PEERS)):
+            self.say_hello(peer)
+
+    def say_hello(self, peer: int) -> None:
+        self.do(hello(record(1 + peer, epoch=self.lives, capabilities=self.CAPABILITIES[peer])))
 
     def do(self, event: ev.Event) -> None:
         for effect in self.node.handle(event, self.now):
@@ -55,7 +62,7 @@ class PullMachine(RuleBasedStateMachine):
         if isinstance(effect, ev.SendMessage) and isinstance(effect.message, m.Pull):
             assert effect.to is not None
             assert effect.message.pull_id not in self.pulls, "asked twice under one id"
-            assert sum(block.kv_bytes for block in effect.message.blocks) <= PIECE
+            assert sum(block.wire_bytes for block in effect.message.blocks) <= PIECE
             self.pulls[effect.message.pull_id] = (effect.to, effect.message)
         elif isinstance(effect, ev.StoreChunk):
             assert self.references[effect.handle] > 0, "written to a dropped handle"
@@ -133,8 +140,8 @@ class PullMachine(RuleBasedStateMachine):
         holder, pull = self.pick(data)
         for ordinal, block in enumerate(pull.blocks):
             offset = self.received.get((pull.pull_id, ordinal), block.offset)
-            if offset < block.kv_bytes:
-                length = block.kv_bytes - offset if whole else min(100, block.kv_bytes - offset)
+            if offset < block.wire_bytes:
+                length = block.wire_bytes - offset if whole else min(100, block.wire_bytes - offset)
                 self.received[pull.pull_id, ordinal] = offset + length
                 self.do(ev.ChunkReceived(holder, pull.pull_id, ordinal, offset, length))
                 break
@@ -180,7 +187,7 @@ class PullMachine(RuleBasedStateMachine):
         self.do(ev.PeerUnreachable(PEERS[peer].node_id))
         if back:
             self.lives += 1
-            self.do(hello(record(1 + peer, epoch=self.lives)))
+            self.say_hello(peer)
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.11, 0.3]))
     def time_passes(self, seconds: float) -> None:
