@@ -1,8 +1,9 @@
 """What one request costs on this machine, part by part: the constants that the simulator reckons with.
 
 Every part is measured with the code that a request runs: forwards of the model (several lengths, behind nothing and behind a
-cached prompt), aligning blocks into a cache, SHA-256 of a block, one more token of an answer, looking a prompt up, planning
-it, and a control frame through the driver's codec and node.
+cached prompt, and of scattered tokens as a repair computes them), aligning blocks into a cache, SHA-256 and the other checks of
+a block, one more token of an answer, looking a prompt up, planning it, predicting deviations, a control frame through the
+driver's codec and node, and whole requests of an agent that is alone, for what is left. `request_costs` measures that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.evaluation.progress import stepping
+from kvcomm_p2p.evaluation.request_costs import checks_bytes_per_s, foresee_token_s, repair_costs, request_costs
 from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
@@ -52,6 +54,7 @@ ALIGNED_TOKENS = 1024
 PLANNED_TOKENS = 1000
 FRAMES = 2000
 DECODED_BEHIND = 512
+ANSWER_ROWS = 32
 KEY = b"costs".ljust(32, b".")
 MODEL = ModelId(bytes(MODEL_ID_BYTES))
 
@@ -67,6 +70,12 @@ class MeasuredCosts:
     find_s: float
     plan_s: float
     frame_s: float
+    repair_s: float
+    repair_token_s: float
+    check_bytes_per_s: float
+    foresee_token_s: float
+    request_s: float
+    request_token_s: float
 
 
 def measure_costs(
@@ -78,7 +87,7 @@ def measure_costs(
     if not isinstance(cache, KVCache):
         raise UsageError(f"{model}: {runner.spec.share_refusal or 'its KV cannot be exchanged'}")
     lengths = [length for length in PREFILLS if length <= runner.spec.context_tokens_max]
-    with stepping(console, "costs", len(lengths) + len(RECOMPUTED) + 5) as step:
+    with stepping(console, "costs", len(lengths) + len(RECOMPUTED) + 8) as step:
         samples: list[tuple[int, int, float]] = []
         for tokens, cached in [*((length, 0) for length in lengths), *RECOMPUTED]:
             if tokens + cached <= runner.spec.context_tokens_max:
@@ -94,8 +103,16 @@ def measure_costs(
         step("find and plan")
         frame_s = _frame_s()
         step("frames")
-    costs = _fitted(runner.spec, samples, aligned_bytes, align_seconds)
-    measured = MeasuredCosts(runner.spec, costs, digest, decode_s, find_s, plan_s, frame_s)
+        costs = _fitted(runner.spec, samples, aligned_bytes, align_seconds)
+        repair = repair_costs(runner, costs, repeats, seed)
+        step("repairs")
+        check, foresee_s = checks_bytes_per_s(runner, repeats, seed), foresee_token_s(runner, repeats, seed)
+        step("checks")
+        request = request_costs(runner, costs, repeats)
+        step("requests")
+    measured = MeasuredCosts(
+        runner.spec, costs, digest, decode_s, find_s, plan_s, frame_s, *repair, check, foresee_s, *request
+    )
     return measured, Result("bench costs", _rows(measured, samples, repeats), seed)
 
 
@@ -131,6 +148,12 @@ def _rows(measured: MeasuredCosts, samples: list[tuple[int, int, float]], repeat
         (f"looking up {PLANNED_TOKENS:,} tokens", measured.find_s, "s"),
         (f"planning {PLANNED_TOKENS:,} tokens", measured.plan_s, "s"),
         ("a control frame", measured.frame_s, "s"),
+        ("a forward of scattered tokens, more", measured.repair_s, "s"),
+        ("each scattered token, more", measured.repair_token_s, "s"),
+        ("checks of pulled blocks", measured.check_bytes_per_s / 1e6, "MB/s"),
+        ("predicting a reused token's deviation", measured.foresee_token_s, "s"),
+        ("a request beside all that", measured.request_s, "s"),
+        ("each of its tokens", measured.request_token_s, "s"),
     )
     return rows + [Row(case, "cost", value, unit, repeats) for case, value, unit in figures]
 
@@ -149,11 +172,13 @@ def _ids(runner: ModelRunner, tokens: int, seed: int) -> np.ndarray[tuple[int], 
 
 
 def _forward_s(runner: ModelRunner, tokens: int, cached: int, repeats: int, seed: int) -> float:
+    """Behind nothing into a cache of its own, as every prompt has one."""
+    ids = _ids(runner, tokens + cached, seed)
+    if not cached:
+        return _timed(lambda: runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS)), repeats)
     cache = runner.new_cache(tokens + cached)
     assert isinstance(cache, KVCache)
-    ids = _ids(runner, tokens + cached, seed)
-    if cached:
-        runner.prefill(ids[:cached], cache)
+    runner.prefill(ids[:cached], cache)
 
     def forward() -> None:
         cache.truncate(cached)

@@ -1,0 +1,140 @@
+"""What a request takes beside its forwards, its lookups and its plan; part of `evaluation.costs`."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from kvcomm_p2p.agent import Agent
+from kvcomm_p2p.evaluation.documents import topic_text
+from kvcomm_p2p.evaluation.workers import private_cluster
+from kvcomm_p2p.model.cache import KVCache
+from kvcomm_p2p.model.decoding import Sampling
+from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.planning.costs import forward_s
+from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey
+from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId
+from kvcomm_p2p.reuse.blocks import copy_block
+from kvcomm_p2p.reuse.checks import PulledBlock, layer0_mismatches, not_finite
+from kvcomm_p2p.reuse.predictor import Predictor
+from kvcomm_p2p.reuse.predictor_features import RunFeatures, features
+from kvcomm_p2p.settings import Settings
+
+REPAIRED_TOKENS = 1000
+REPAIRS = ((16, 60), (60, 200), (100, 400))
+"""(head of each of two runs, end of the prompt) in tokens that are recomputed; everything between stands."""
+
+CHECKED_BLOCKS = 16
+FORESEEN_TOKENS = 400
+REQUESTS_CHARACTERS = (200, 1500, 4000)
+
+
+def repair_costs(runner: ModelRunner, costs: Costs, repeats: int, seed: int) -> tuple[float, float]:
+    """Seconds that a forward over scattered tokens takes more than one over consecutive ones: in all, and per token."""
+    ids = np.random.default_rng(seed).integers(0, runner.vocabulary_size, REPAIRED_TOKENS)
+    cache = runner.new_cache(REPAIRED_TOKENS)
+    assert isinstance(cache, KVCache)
+    runner.prefill(ids, cache)
+    more: list[tuple[int, float]] = []
+    for head, tail in REPAIRS:
+        middle = (REPAIRED_TOKENS - tail) // 2
+        positions = np.concatenate(
+            [np.arange(80, 80 + head), np.arange(middle, middle + head), np.arange(REPAIRED_TOKENS - tail, REPAIRED_TOKENS)]
+        )
+        seconds = _timed(lambda positions=positions: runner.recompute(ids, positions, cache), repeats)  # type: ignore[misc]
+        more.append((len(positions), seconds - forward_s(costs, len(positions), float((positions + 1).sum()))))
+    return _line(more)
+
+
+def checks_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
+    """Bytes of pulled blocks whose first layer and whose finiteness are checked per second."""
+    tokens = CHECKED_BLOCKS * BLOCK_TOKENS
+    ids = np.random.default_rng(seed).integers(0, runner.vocabulary_size, tokens).astype(np.uint32)
+    cache = runner.new_cache(tokens)
+    assert isinstance(cache, KVCache)
+    runner.prefill(ids.astype(np.int64), cache)
+    blocks = [
+        PulledBlock(
+            key=BlockKey(AnchorId(bytes(ANCHOR_ID_BYTES)), index),
+            data=copy_block(cache, at, at + BLOCK_TOKENS),
+            digest=b"",
+            token_ids=ids[at : at + BLOCK_TOKENS],
+            position=at,
+        )
+        for index in range(CHECKED_BLOCKS)
+        for at in [index * BLOCK_TOKENS]
+    ]
+
+    def check() -> None:
+        not_finite(blocks, runner.spec.layout)
+        layer0_mismatches(runner, blocks)
+
+    return sum(block.data.nbytes for block in blocks) / _timed(check, repeats)
+
+
+def foresee_token_s(runner: ModelRunner, repeats: int, seed: int) -> float:
+    """Seconds per token of a reused run for what the prefix predictor is asked before each repair."""
+    predictor = Predictor()
+    cache = runner.new_cache(FORESEEN_TOKENS)
+    assert isinstance(cache, KVCache)
+    runner.prefill(np.random.default_rng(seed).integers(0, runner.vocabulary_size, FORESEEN_TOKENS), cache)
+    run = RunFeatures(100, 100, 0, 0.5, 0.5, 0.5, False, FORESEEN_TOKENS)
+    rows = slice(0, FORESEEN_TOKENS)
+
+    def foresee() -> torch.Tensor | np.ndarray:  # type: ignore[type-arg]
+        return predictor.predict(features(run, cache.keys[0, 0][:, rows], cache.values[0, 0][:, rows]))
+
+    return _timed(foresee, repeats) / FORESEEN_TOKENS
+
+
+def request_costs(runner: ModelRunner, costs: Costs, repeats: int) -> tuple[float, float]:
+    """Seconds in all and per token of an agent's requests that are neither lookup, plan nor forward: tokenizing, threads that
+    wait for each other, memory for the cache, the report. Of an agent alone, so that nothing is reused."""
+    return asyncio.run(_request_costs(runner, costs, repeats))
+
+
+async def _request_costs(runner: ModelRunner, costs: Costs, repeats: int) -> tuple[float, float]:
+    text = topic_text("execmodel", 4 * max(REQUESTS_CHARACTERS) * (repeats + 1))
+    samples: list[tuple[int, float]] = []
+    with tempfile.TemporaryDirectory(prefix="kvcomm-") as state:
+        settings = replace(
+            Settings.from_env(), state_dir=Path(state) / "state", cache_dir=Path(state), cluster=private_cluster()
+        )
+        async with Agent("costs", model=runner, settings=settings) as agent:
+            at = 0
+            for number in range(repeats + 1):
+                for characters in REQUESTS_CHARACTERS:
+                    piece, at = text[at : at + characters], at + characters
+                    reply = await agent.generate(piece, sampling=Sampling(max_new_tokens=1))
+                    await agent.settled()
+                    report = reply.report
+                    rest = reply.ttft_s - report.timings.find_s - report.timings.plan_s - report.timings.recompute_s
+                    if number:
+                        samples.append((report.prompt_tokens, rest))
+    return _line(samples)
+
+
+def _line(samples: list[tuple[int, float]]) -> tuple[float, float]:
+    """(offset, slope), neither below 0, by least squares on the medians of each size."""
+    sizes = sorted({size for size, _ in samples})
+    medians = [median(value for each, value in samples if each == size) for size in sizes]
+    slope = max(0.0, float(np.polyfit(sizes, medians, 1)[0])) if len(sizes) > 1 else 0.0
+    return max(0.0, float(np.mean(medians)) - slope * float(np.mean(sizes))), slope
+
+
+def _timed(call: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])
