@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.directory import Directory
@@ -11,6 +12,7 @@ from kvcomm_p2p.protocol.events import (
     Effect,
     IdentityRenewed,
     JoinRequested,
+    MembersKnown,
     RenewIdentity,
     ReportPeer,
     SaveState,
@@ -94,6 +96,12 @@ class Community:
             config, self.members, self.replicas, self.directory, self.exchange, self.introduction, rng, now
         )
         self._joining = Joining(config, me.control, self._hello)
+        self.on_event: dict[type, Callable[[Any, float], list[Effect]]] = {
+            JoinRequested: self.join,
+            MembersKnown: self.know,
+            IdentityRenewed: self.renewed,
+            **self.metadata.on_event,
+        }
         self._addresses = addresses
         self._saved = (incarnation, addresses)
         self._save_at = now
@@ -169,6 +177,13 @@ class Community:
     def join(self, event: JoinRequested, now: float) -> list[Effect]:
         """Ask all seeds. An earlier join that was not answered yet ends as missed."""
         return self._joining.begin(event, len(self.members), now)
+
+    def know(self, event: MembersKnown, now: float) -> list[Effect]:
+        """Begin with members that are known from elsewhere. Ignored if somebody is known already, or if they are too
+        many."""
+        if self.members.begin(event.members, now, introduced=event.introduced):
+            self.exchange.digests.begin(event.members)
+        return []
 
     def leave(self) -> list[Effect]:
         """Say goodbye to everybody who is there."""
@@ -312,13 +327,13 @@ class Community:
         if now < self._look_at and self.members.reachable():
             return []
         self._look_at = now + RECONTACT_S_MIN / 2
-        reached = {peer.record.control for peer in self.members.reachable()}
         dead = {peer.record.control: peer.node_id for peer in self.members.dead()}
         seeds = [address for address in (*self._joining.seeds, *self._addresses) if address != self.me.control]
-        lost = sorted({*seeds, *dead} - reached)
+        lost = sorted(address for address in {*seeds, *dead} if not self.members.at_address(address))
         if not lost:
             return []
-        mean_s = max(RECONTACT_S_MIN, self._config.recontact_s / len(lost)) if reached else RECONTACT_S_MIN
+        anybody = len(self.members.reachable()) > 0
+        mean_s = max(RECONTACT_S_MIN, self._config.recontact_s / len(lost)) if anybody else RECONTACT_S_MIN
         self._recontact_at = min(self._recontact_at, now + 1.5 * mean_s)
         if self._recontact_at > now:
             return []

@@ -1,17 +1,18 @@
 """Gossip between two nodes: do both know the same, where do they differ, who lacks what.
 
 Syn carries two hashes. If they are equal, nothing more is said. Otherwise the other tells what it knows: in full where
-the members differ, else one row per log (`Dense`), behind hashes of buckets of them where there are many. Whoever reads that
-sends what is lacking if it is little, and asks (`Want`) for what it lacks itself.
+the members differ, else one row per log (`Dense`). Where there are many members, hashes of buckets of them come first, and
+only of buckets that differ is more said. Whoever reads that sends what is lacking if it is little, and asks (`Want`) for
+what it lacks itself.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.digests import UNSUBSCRIBED, Digests
 from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.events import Effect, SendMessage
 from kvcomm_p2p.protocol.gossip import Have, LogChange, Replicas, Verdict
@@ -19,11 +20,7 @@ from kvcomm_p2p.protocol.heads import Heads
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange
 from kvcomm_p2p.protocol.messages import (
-    BUCKET_HASH_BYTES,
-    BUCKETS,
     COUNTER_MAX,
-    HASH_BYTES,
-    ROW_BYTES,
     WANTS_MAX,
     Ack,
     Buckets,
@@ -37,8 +34,9 @@ from kvcomm_p2p.protocol.messages import (
     SynAck,
     Want,
 )
+from kvcomm_p2p.protocol.messages.exchanges import BUCKETS_ALL
 from kvcomm_p2p.protocol.news import FreshNews
-from kvcomm_p2p.protocol.roster import Roster
+from kvcomm_p2p.protocol.roster import ROW_SEQ_MAX
 from kvcomm_p2p.protocol.supply import Supply
 from kvcomm_p2p.protocol.wants import Wants
 
@@ -48,17 +46,8 @@ DENSE_MEMBERS_MAX = 96
 SPREAD_ENTRIES_MIN = 64
 """Who lacks more of a log than this asks its writer, so that what a newcomer needs comes from all at once."""
 
-UNSUBSCRIBED = bytes(HASH_BYTES)
-"""In place of a state: I keep nobody's log but my own."""
-
 RENEWAL_S = 10.0
 """Seconds between two epochs that this node enters because others claim to know more of its log than it wrote."""
-
-ALL_BUCKETS = (1 << BUCKETS) - 1
-_ROW = struct.Struct("<IH")
-_ROW_SEQ_MAX = 2**32 - 1
-_BUCKET_HASHES = struct.Struct(f"<{BUCKETS}I")
-assert _ROW.size == ROW_BYTES and _BUCKET_HASHES.size == BUCKETS * BUCKET_HASH_BYTES
 
 
 class _Lack(NamedTuple):
@@ -93,9 +82,8 @@ class Exchange:
         self._directory = directory
         self._carry_out = carry_out
         self._introduce = introduce
-        self._alive: tuple[Peer, ...] = ()
-        self._epoch = members.me.epoch
         self._wants = Wants()
+        self.digests = Digests(members, replicas)
         self.heads = Heads(config, replicas)
         self.news = FreshNews(config, replicas)
         self.supply = Supply(config, members, replicas, now)
@@ -109,56 +97,21 @@ class Exchange:
             Dense: self.dense,
         }
         self.on_known: Callable[[NodeId, int, int, float], None] = lambda peer, told_seq, known_seq, now: None
-        self.subscribed = True
         self.unknown_senders = 0
         self.quiet = 0
 
-    # ------------------------------------------------------------------------------------------------------- what we know
+    @property
+    def subscribed(self) -> bool:
+        return self.digests.subscribed
 
-    def _view(self) -> bytes:
-        return self._members.view_hash()
-
-    def _refresh(self) -> None:
-        """Take notice of who came and went. Costs nothing if nobody did."""
-        alive = self._members.reachable()
-        me = self._members.me
-        if alive is not self._alive or me.epoch != self._epoch:
-            self._alive, self._epoch = alive, me.epoch
-            pairs = [(peer.node_id, peer.record.epoch) for peer in alive]
-            self._replicas.count(Roster([(me.node_id, me.epoch), *pairs]))
+    @subscribed.setter
+    def subscribed(self, value: bool) -> None:
+        self.digests.subscribed = value
 
     def begin(self, peer: Peer, now: float) -> SendMessage:
         """The first leg."""
-        self._refresh()
-        return self._syn(peer)
-
-    def _syn(self, peer: Peer) -> SendMessage:
-        return _to(peer, Syn(self._view(), self._replicas.state() if self.subscribed else UNSUBSCRIBED))
-
-    def _dense(self, mask: int, answer: bool) -> Dense:
-        roster, rows = self._replicas.roster, bytearray()
-        for origin in roster.in_buckets(mask):
-            seq, state = self._replicas.row(origin)
-            rows += _ROW.pack(min(seq, _ROW_SEQ_MAX), state & 0xFFFF)
-        return Dense(roster.hash, mask.to_bytes(HASH_BYTES, "little"), bytes(rows), answer)
-
-    def _full(self, answer: bool, now: float) -> SynAck:
-        entries = [
-            self._entry(self._members.me.node_id, self._members.me.epoch, self._members.incarnation, Status.ALIVE)
-        ]
-        for peer in self._members.told(now):
-            entries.append(self._entry(peer.node_id, peer.record.epoch, peer.incarnation, peer.state))
-        entries.sort(key=lambda entry: entry.node_id)
-        return SynAck(tuple(entries), answer)
-
-    def _entry(self, origin: NodeId, epoch: int, incarnation: int, status: Status) -> DigestEntry:
-        """Of the departed, and of those who are not listened to, we seem to know everything: tell us nothing."""
-        unwanted = not self.subscribed and origin != self._members.me.node_id
-        if unwanted or status in (Status.DEAD, Status.LEFT) or self._replicas.is_muted(origin):
-            return DigestEntry(origin, epoch, incarnation, COUNTER_MAX, COUNTER_MAX, status)
-        have = self._replicas.have(origin, epoch)
-        digest = (have.set_digest or 0).to_bytes(HASH_BYTES, "little")
-        return DigestEntry(origin, epoch, incarnation, have.max_seq, have.gc_floor, status, digest)
+        self.digests.refresh()
+        return _to(peer, self.digests.syn())
 
     # ----------------------------------------------------------------------------------------------------------- messages
 
@@ -166,81 +119,76 @@ class Exchange:
         peer = self._reachable(sender)
         if peer is None:
             return []
-        self._refresh()
-        if message.view != self._view():
-            return [_to(peer, self._full(False, now))]
-        if UNSUBSCRIBED in (message.state, b"" if self.subscribed else UNSUBSCRIBED):
+        self.digests.refresh()
+        mine = self.digests.syn()
+        if message.view != mine.view:
+            return [self._many(peer) or _to(peer, self.digests.full(BUCKETS_ALL, False, now))]
+        if UNSUBSCRIBED in (message.state, mine.state):
             return self._one_log(peer, message.state, now)
-        if message.state == self._replicas.state():
+        if message.state == mine.state:
             self.quiet += 1
-            self.on_known(sender, self._replicas.row(sender)[0], self._replicas.own.max_seq, now)
+            self.on_known(sender, self._replicas.states.seq_of(sender), self._replicas.own.max_seq, now)
             return []
-        roster = self._replicas.roster
-        if len(roster) <= DENSE_MEMBERS_MAX:
-            return [_to(peer, self._dense(ALL_BUCKETS, False))]
-        return [_to(peer, Buckets(roster.hash, self._bucket_hashes()))]
+        return [self._many(peer) or _to(peer, self.digests.dense(BUCKETS_ALL, False))]
+
+    def _many(self, peer: Peer) -> SendMessage | None:
+        """Hashes of buckets, if there are so many members that they come first."""
+        return _to(peer, self.digests.buckets()) if len(self._replicas.states) > DENSE_MEMBERS_MAX else None
 
     def _one_log(self, peer: Peer, state: bytes, now: float) -> list[Effect]:
         """Of two of whom one keeps no peers' logs, the other may lack that one's own log, and nothing else."""
         if self.subscribed:
             return self._ask([_Lack(peer.node_id, 0, peer)], now)
-        return [self._syn(peer)] if state != UNSUBSCRIBED else []
-
-    def _bucket_hashes(self) -> bytes:
-        return _BUCKET_HASHES.pack(*(hashed & 0xFFFFFFFF for hashed in self._replicas.bucket_hashes()))
+        return [_to(peer, self.digests.syn())] if state != UNSUBSCRIBED else []
 
     def buckets(self, sender: NodeId, message: Buckets, now: float) -> list[Effect]:
-        """Tell the rows of the buckets that differ."""
+        """Tell of the members and the logs in the buckets that differ."""
         peer = self._reachable(sender)
         if peer is None:
             return []
-        self._refresh()
-        if not self.subscribed:
-            return []
-        if message.roster != self._replicas.roster.hash:
-            return [_to(peer, self._full(False, now))]
-        mine, theirs = (_BUCKET_HASHES.unpack(hashes) for hashes in (self._bucket_hashes(), message.hashes))
-        mask = sum(1 << bucket for bucket in range(BUCKETS) if mine[bucket] != theirs[bucket])
-        return [_to(peer, self._dense(mask, False))] if mask else []
+        self.digests.refresh()
+        members, logs = self.digests.differing(message)
+        effects: list[Effect] = [_to(peer, self.digests.full(members, False, now))] if members else []
+        return [*effects, _to(peer, self.digests.dense(logs, False))] if logs else effects
 
     def dense(self, sender: NodeId, message: Dense, now: float) -> list[Effect]:
         """Compare row by row; send what is little, ask for what is lacking."""
         peer = self._reachable(sender)
         if peer is None:
             return []
-        self._refresh()
+        self.digests.refresh()
         if not self.subscribed:
             return []
-        roster = self._replicas.roster
+        states = self._replicas.states
         mask = int.from_bytes(message.mask, "little")
-        origins = roster.in_buckets(mask)
-        if message.roster != roster.hash or len(message.rows) != len(origins) * ROW_BYTES:
-            return [_to(peer, self._full(False, now))]
-        self._hear_rows(sender, dict(zip(origins, _ROW.iter_unpack(message.rows), strict=True)), now)
+        differing = self._replicas.differing(mask, message.rows)
+        if differing is None or message.roster != states.roster(mask):
+            return [_to(peer, self.digests.full(mask, False, now))]
+        self._hear_rows(sender, mask, message.rows, now)
         lacking: list[_Lack] = []
         behind: list[tuple[NodeId, Have]] = []
         unsaid = False
-        for origin, (seq, check) in zip(origins, _ROW.iter_unpack(message.rows), strict=True):
-            mine, state = self._replicas.row(origin)
-            told = min(mine, _ROW_SEQ_MAX)
-            if (seq, check) == (told, state & 0xFFFF) or self._replicas.is_muted(origin):
+        for origin, seq in differing:
+            if self._replicas.is_muted(origin):
                 continue
+            told = min(states.seq_of(origin), ROW_SEQ_MAX)
             log = self._replicas.log(origin)
             if seq >= told:
                 lacking.append(self._lack(origin, seq - told, peer, now))
             elif log is not None and log.gc_floor <= seq:
-                behind.append((origin, Have(roster.epochs[origin], seq, log.gc_floor)))
+                behind.append((origin, Have(log.epoch, seq, log.gc_floor)))
             else:
                 unsaid = True
         effects, left_over = self.supply.push(peer, behind, now)
         if (unsaid or left_over) and not message.answer:
-            effects.append(_to(peer, self._dense(mask, True)))
+            effects.append(_to(peer, self.digests.dense(mask, True)))
         return effects + self._ask(lacking, now)
 
-    def _hear_rows(self, sender: NodeId, rows: dict[NodeId, tuple[int, int]], now: float) -> None:
-        ours, theirs = rows.get(self._members.me.node_id), rows.get(sender)
+    def _hear_rows(self, sender: NodeId, mask: int, rows: bytes, now: float) -> None:
+        states = self._replicas.states
+        ours, theirs = (states.told_seq(mask, rows, node_id) for node_id in (self._members.me.node_id, sender))
         if ours is not None and theirs is not None:
-            self.on_known(sender, theirs[0], ours[0], now)
+            self.on_known(sender, theirs, ours, now)
 
     def _lack(self, origin: NodeId, entries: int, via: Peer, now: float) -> _Lack:
         if origin == self._members.me.node_id and entries:
@@ -255,12 +203,13 @@ class Exchange:
             self._members.epoch_wanted = max(self._members.epoch_wanted, self._members.me.epoch + 1)
 
     def syn_ack(self, sender: NodeId, message: SynAck, now: float) -> list[Effect]:
-        """Everything a peer knows: of members, and of logs."""
+        """Everything a peer knows of some buckets: of members, and of logs."""
         effects = self._hear(sender, message.digest, now)
         peer = self._reachable(sender)
         if peer is None:
             return effects
-        self._refresh()
+        self.digests.refresh()
+        mask = int.from_bytes(message.mask, "little")
         theirs = {entry.node_id: entry for entry in message.digest}
         lacking: list[_Lack] = []
         behind: list[tuple[NodeId, Have | None]] = []
@@ -268,7 +217,7 @@ class Exchange:
         if sender in theirs:
             ours = theirs.get(own)
             self.on_known(sender, theirs[sender].max_seq, 0 if ours is None else ours.max_seq, now)
-        for origin, epoch in self._replicas.roster.epochs.items():
+        for origin, epoch in self._replicas.states.members(mask):
             entry = theirs.get(origin)
             if entry is None or entry.epoch < epoch:
                 behind.append((origin, None))
@@ -285,7 +234,7 @@ class Exchange:
                     behind.append((origin, have))
         effects += self.supply.push(peer, behind, now)[0]
         if not message.answer:
-            effects.append(_to(peer, self._full(True, now)))
+            effects.append(_to(peer, self.digests.full(mask, True, now)))
         return effects + self._ask(lacking, now)
 
     def want(self, sender: NodeId, message: Want, now: float) -> list[Effect]:
@@ -293,7 +242,7 @@ class Exchange:
         peer = self._reachable(sender)
         if peer is None:
             return []
-        self._refresh()
+        self.digests.refresh()
         for entry in message.digest:
             self._replicas.learn_floor(entry)
         return self.supply.answer(peer, message.digest, now)
@@ -320,13 +269,13 @@ class Exchange:
         lacking.sort(key=lambda lack: (self._replicas.log(lack.origin) is not None, lack.entries, lack.origin))
         questions: dict[NodeId, list[DigestEntry]] = {}
         for origin, entries, via in lacking:
-            epoch = self._replicas.roster.epochs.get(origin)
+            epoch = self._replicas.states.epoch_of(origin)
             if origin == self._members.me.node_id or epoch is None or self._wants.is_open(origin, now):
                 continue
             target = self._source(origin, entries, via)
             asked = questions.setdefault(target.node_id, [])
             if len(asked) < WANTS_MAX:
-                asked.append(self._entry(origin, epoch, 0, Status.ALIVE))
+                asked.append(self.digests.entry(origin, epoch, 0, Status.ALIVE))
                 self._wants.ask(origin, target.node_id, now)
         effects: list[Effect] = []
         for target_id, asked in questions.items():
@@ -347,9 +296,11 @@ class Exchange:
     def _hear(self, sender: NodeId, digest: tuple[DigestEntry, ...], now: float) -> list[Effect]:
         changes: list[PeerChange] = []
         for entry in digest:
+            self._replicas.learn_floor(entry)
+            if self._members.believes(entry.node_id, entry.epoch, entry.incarnation, entry.status):
+                continue
             rumour = Rumour(entry.node_id, entry.epoch, entry.incarnation, entry.status)
             changes += self._members.hear(rumour, now)
-            self._replicas.learn_floor(entry)
         return self._carry_out(changes)
 
     def _apply(self, sender: NodeId, delta: OriginDelta, now: float, lacking: list[_Lack], fresh: bool) -> list[Effect]:
@@ -361,7 +312,7 @@ class Exchange:
         wanted = self.subscribed and peer is not None and peer.state is not Status.LEFT
         if not wanted or peer is None or peer.record.epoch != delta.epoch:
             return effects
-        self._refresh()
+        self.digests.refresh()
         if not self.heads.admits(sender, delta):
             return effects
         known = self._replicas.have(origin, delta.epoch).max_seq

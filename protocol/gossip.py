@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.member_table import KnownMembers
 from kvcomm_p2p.protocol.messages import (
     DELTA_ENTRIES_MAX,
     HASH_BYTES,
@@ -27,7 +28,7 @@ from kvcomm_p2p.protocol.messages import (
     read_entry,
 )
 from kvcomm_p2p.protocol.origin_log import OriginLog, OwnLog
-from kvcomm_p2p.protocol.roster import Roster, States
+from kvcomm_p2p.protocol.roster import States
 
 MUTED_ROUNDS = 50
 """Gossip rounds for which an origin that went over a limit is not listened to."""
@@ -96,7 +97,7 @@ class Cut(NamedTuple):
 
 
 class Replicas:
-    """The logs of all origins that are known here, this node's own among them."""
+    """The logs of all origins that are known here, this node's own among them. `states`: of those that count in digests."""
 
     def __init__(self, me: NodeId, epoch: int, *, anchors_per_peer_max: int, anchors_max: int) -> None:
         self.me = me
@@ -106,15 +107,11 @@ class Replicas:
         self._anchors_max = anchors_max
         self._entries_held = 0
         self._muted: dict[NodeId, int] = {}
-        self._states = States(Roster([(me, epoch)]))
+        self.states = States()
+        self.states.place(me, epoch)
         self._own_hashed: tuple[int, ...] = ()
         self.refused = 0
         self.diverged = 0
-
-    @property
-    def roster(self) -> Roster:
-        """The members whose logs hashes are about."""
-        return self._states.roster
 
     def log(self, origin: NodeId) -> OriginLog | None:
         return self._logs.get(origin)
@@ -155,17 +152,25 @@ class Replicas:
 
     # ----------------------------------------------------------------------------------------------------------- hashes
 
-    def count(self, roster: Roster) -> None:
-        """From now on hashes are about these members."""
-        self._states = States(roster)
-        for origin in self._logs:
+    def begin(self, known: KnownMembers) -> None:
+        """These members count, of whose logs nothing is known yet."""
+        self.states = States.of(known)
+        self.count(self.me, self.own.epoch)
+        self._own_hashed = ()
+
+    def count(self, origin: NodeId, epoch: int | None) -> None:
+        """From now on hashes are about this epoch of its log; None: not about it at all."""
+        self.states.place(origin, epoch)
+        if origin in self._logs:
             self._touch(origin)
 
     def _touch(self, origin: NodeId) -> None:
         """Its log changed."""
         log = self._logs.get(origin)
-        counted = log is not None and log.epoch == self._states.roster.epochs.get(origin)
-        self._states.set(origin, log.state_hash(origin) if log is not None and counted else None)
+        if log is None:
+            self.states.unset(origin)
+        else:
+            self.states.set(origin, log.epoch, log.max_seq, log.state_hash(origin))
 
     def _hash_own(self) -> None:
         own = self.own
@@ -177,20 +182,22 @@ class Replicas:
     def state(self) -> bytes:
         """Hash of the state of all logs that count. Costs nothing that grows with their number."""
         self._hash_own()
-        return self._states.total()
+        return self.states.total()
 
     def bucket_hashes(self) -> list[int]:
         """64 bits per bucket."""
         self._hash_own()
-        return self._states.buckets()
+        return self.states.buckets()
 
-    def row(self, origin: NodeId) -> tuple[int, int]:
-        """max_seq and state hash of a member."""
-        if origin == self.me:
-            self._hash_own()
-        log = self._logs.get(origin)
-        counted = log is not None and log.epoch == self._states.roster.epochs.get(origin)
-        return (log.max_seq if log is not None and counted else 0), self._states.get(origin)
+    def rows(self, mask: int) -> bytes:
+        """See `States.rows`."""
+        self._hash_own()
+        return self.states.rows(mask)
+
+    def differing(self, mask: int, theirs: bytes) -> list[tuple[NodeId, int]] | None:
+        """See `States.differing`."""
+        self._hash_own()
+        return self.states.differing(mask, theirs)
 
     def have(self, origin: NodeId, epoch: int) -> Have:
         """How much of this epoch of a log is known here."""

@@ -25,8 +25,6 @@ from kvcomm_p2p.protocol.events import (
     FetchCancelled,
     FetchRequested,
     FinishLookup,
-    IdentityRenewed,
-    JoinRequested,
     LeaveRequested,
     LookupRequested,
     MessageReceived,
@@ -121,13 +119,11 @@ class Node:
         self._messages: dict[str, int] = {}
         self._violations = 0
         self._on_event: dict[type, Callable[[Any, float], list[Effect]]] = {
-            JoinRequested: self._community.join,
             LeaveRequested: self._on_leave,
             TimerExpired: self._on_timer,
             MessageReceived: self._on_message,
             ChunkReceived: self._on_chunk,
             PeerUnreachable: lambda event, now: self._community.unreachable(event.peer, now),
-            IdentityRenewed: self._community.renewed,
             AnchorsPublished: self._custody.publish,
             AnchorsForgotten: self._custody.forget,
             AnchorsUsed: self._custody.use,
@@ -138,7 +134,7 @@ class Node:
             FetchCancelled: lambda event, now: self._pulls.cancel(event.fetch_id, now),
             BlockVerified: self._on_verified,
             BlockUnavailable: self._uploads.unavailable,
-            **self._community.metadata.on_event,
+            **self._community.on_event,
         }
         self._on_message_type = self._message_types()
 

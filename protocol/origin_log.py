@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from hashlib import blake2b
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
@@ -10,6 +11,8 @@ from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.messages import HASH_BYTES, Del, Head, LogEntry, Put, pack_entry, read_entry
 
 NO_HEAD = Head(0, 0)
+STATES_REMEMBERED = 65536
+
 _STATE = struct.Struct("<16sQQQQQ")
 
 
@@ -106,6 +109,12 @@ def state_hash(
     """See `OriginLog.state_hash`; by default of a log that nothing is known of."""
     packed = _STATE.pack(node_id, epoch, max_seq, gc_floor, set_digest, signed)
     return int.from_bytes(blake2b(packed, digest_size=HASH_BYTES).digest(), "little")
+
+
+@lru_cache(maxsize=STATES_REMEMBERED)
+def blank_state(node_id: NodeId, epoch: int) -> int:
+    """`state_hash` of a log that nothing is known of. Also stands for the member itself in hashes of rosters."""
+    return state_hash(node_id, epoch)
 
 
 class OwnLog(OriginLog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec import msgpack
@@ -14,8 +15,10 @@ from kvcomm_p2p.protocol.messages import Status
 LEAP_MAX = 2**20
 """A claim that jumps further above what is known is not believed: counters never run out because somebody lies."""
 
-
 GONE_REMEMBERED_MAX = 4096
+
+TOKENS_REMEMBERED = 65536
+"""A node's own standing is hashed at each exchange, and simulated nodes of one process believe the same of each other."""
 
 
 class Standing(NamedTuple):
@@ -57,6 +60,7 @@ def is_leap(known: Standing, claim: Standing) -> bool:
     return claim.epoch == known.epoch and claim.incarnation - known.incarnation > LEAP_MAX
 
 
+@lru_cache(maxsize=TOKENS_REMEMBERED)
 def token(node_id: NodeId, standing: Standing) -> int:
     """One member's part in the hash of a view: 64 bits. The gone have no part: 0."""
     if standing.is_gone:

@@ -70,11 +70,11 @@ class Supply:
         return True
 
     def _answer(self, peer: Peer, wanted: Iterable[DigestEntry], now: float) -> SendMessage:
-        epochs = self._replicas.roster.epochs
         asked: list[tuple[NodeId, Have | None]] = []
         for entry in wanted:
-            if entry.node_id in epochs:
-                outdated = entry.epoch < epochs[entry.node_id]
+            epoch = self._replicas.states.epoch_of(entry.node_id)
+            if epoch is not None:
+                outdated = entry.epoch < epoch
                 asked.append((entry.node_id, None if outdated else Have.of(entry)))
         deltas, more = self._cuts(asked, COUNTER_MAX, now)
         return _to(peer, Ack(deltas, True, more))

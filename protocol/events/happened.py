@@ -9,6 +9,7 @@ from typing import Union
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup
+from kvcomm_p2p.protocol.member_table import KnownMembers
 from kvcomm_p2p.protocol.messages import Erasure, MemberRecord, Message, PullFailedReason
 
 
@@ -19,6 +20,16 @@ class JoinRequested:
 
     seeds: tuple[str, ...]
     deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class MembersKnown:
+    """Before anything else: these are members, alive as far as is known (from a list that was saved, or because a
+    simulation begins with them). `introduced`: they know this node in its present epoch, so it need not tell them who it is.
+    Nobody is told anything; whom this is wrong about, probes and gossip will show. Join all the same if you were away."""
+
+    members: KnownMembers
+    introduced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +212,7 @@ class HeadVerified:
 
 Event = Union[
     JoinRequested,
+    MembersKnown,
     LeaveRequested,
     TimerExpired,
     MessageReceived,

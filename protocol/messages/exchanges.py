@@ -6,17 +6,20 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages.fields import (
     DIGEST_ENTRIES_MAX,
     CounterField,
     NodeIdField,
     require,
 )
-from kvcomm_p2p.protocol.messages.logs import HashField, OriginDelta
+from kvcomm_p2p.protocol.messages.logs import HASH_BYTES, HashField, OriginDelta
 from kvcomm_p2p.protocol.messages.members import Status
 
 BUCKETS = 64
 """Origins are dealt by the first six bits of their id."""
+
+BUCKETS_ALL = (1 << BUCKETS) - 1
 
 BUCKET_HASH_BYTES = 4
 ROW_BYTES = 6
@@ -25,6 +28,11 @@ ROW_BYTES = 6
 ROWS_MAX = 4096
 WANTS_MAX = 1024
 DELTAS_MAX = 1024
+
+
+def bucket_of(node_id: NodeId) -> int:
+    """Its first six bits: members in ascending order are in order of their buckets."""
+    return node_id[0] * BUCKETS >> 8
 
 
 class DigestEntry(Struct, frozen=True, array_like=True):
@@ -52,10 +60,12 @@ class Syn(Struct, frozen=True, array_like=True, tag=5):
 
 
 class SynAck(Struct, frozen=True, array_like=True, tag=6):
-    """What I know, in full: for those who know other members. `answer`: do not send yours, you did."""
+    """What I know of the members in the buckets whose bit is set in `mask`, in full: for those who know other members there.
+    `answer`: do not send yours, you did."""
 
     digest: Annotated[tuple[DigestEntry, ...], Meta(max_length=DIGEST_ENTRIES_MAX)]
     answer: bool = False
+    mask: HashField = BUCKETS_ALL.to_bytes(HASH_BYTES, "little")
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):
@@ -74,18 +84,22 @@ class Want(Struct, frozen=True, array_like=True, tag=27):
     digest: Annotated[tuple[DigestEntry, ...], Meta(min_length=1, max_length=WANTS_MAX)]
 
 
-class Buckets(Struct, frozen=True, array_like=True, tag=28):
-    """One hash (little-endian u32) per bucket of the state of its logs. `roster`: hash of the live members' ids and
-    epochs; only who has the same can read it."""
+BucketsField = Annotated[bytes, Meta(min_length=BUCKETS * BUCKET_HASH_BYTES, max_length=BUCKETS * BUCKET_HASH_BYTES)]
 
-    roster: HashField
-    hashes: Annotated[bytes, Meta(min_length=BUCKETS * BUCKET_HASH_BYTES, max_length=BUCKETS * BUCKET_HASH_BYTES)]
+
+class Buckets(Struct, frozen=True, array_like=True, tag=28):
+    """Hashes (little-endian u32 for each bucket) of the members as I know them (see `Syn.view`), and of the state of
+    their logs."""
+
+    view: BucketsField
+    hashes: BucketsField
 
 
 class Dense(Struct, frozen=True, array_like=True, tag=29):
     """The state of all logs in the buckets whose bit is set in `mask`, ascending by node id, ROW_BYTES each.
 
-    `answer`: do not send yours, you did.
+    `roster`: hash of the ids and epochs of the live members there; only who has the same can read it. `answer`: do not
+    send yours, you did.
     """
 
     roster: HashField

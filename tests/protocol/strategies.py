@@ -152,10 +152,10 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
     st.builds(m.Refused, st.sampled_from(m.RefusedReason), detail),
     st.builds(m.Bye, counter),
     st.builds(m.Syn, hash8, hash8),
-    st.builds(m.SynAck, digests, st.booleans()),
+    st.builds(m.SynAck, digests, st.booleans(), hash8),
     st.builds(m.Ack, deltas, st.booleans(), st.booleans(), st.booleans()),
     st.builds(m.Want, digests.filter(bool)),
-    st.builds(m.Buckets, hash8, st.binary(min_size=256, max_size=256)),
+    st.builds(m.Buckets, st.binary(min_size=256, max_size=256), st.binary(min_size=256, max_size=256)),
     st.builds(m.Dense, hash8, hash8, st.binary(max_size=600).map(lambda raw: raw[: len(raw) // 6 * 6]), st.booleans()),
     st.builds(
         lambda r, a, s, n: m.GetTokens(r, a, s * 32, s * 32 + n), counter, id16, st.integers(0, 99), st.integers(1, 512)

@@ -6,11 +6,11 @@ import pytest
 from protocol_harness import Network, digest16, joined, log_news, make_node, meta, record
 
 from kvcomm_p2p.protocol import events as ev
-from kvcomm_p2p.protocol import membership
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import Miss
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.member_table import MemberTable, Peers
 from kvcomm_p2p.protocol.node import Node
 
 FRIEND = record(1)
@@ -383,11 +383,13 @@ def test_what_is_said_of_everybody_costs_no_more_for_each_because_they_are_many(
         node.handle(hello(member), 0.001 * index)
     visits = [0]
 
-    def visited(peer: membership.Peer) -> NodeId:
-        visits[0] += 1
-        return peer.node_id
+    select = MemberTable.select
 
-    monkeypatch.setattr(membership, "_by_id", visited)
+    def visited(table: MemberTable, status_max: m.Status) -> Peers:
+        visits[0] += len(table)
+        return select(table, status_max)
+
+    monkeypatch.setattr(MemberTable, "select", visited)
     for incarnation, status in enumerate((SUSPECT, ALIVE, SUSPECT, ALIVE)):
         entries = [m.DigestEntry(member.node_id, 1, incarnation, 0, 0, status) for member in members]
         digest = m.SynAck(tuple(sorted(entries, key=lambda entry: entry.node_id)), answer=True)

@@ -44,7 +44,7 @@ SAMPLES: dict[str, m.Message] = {
     "ack": m.Ack((log_news(MEMBER, 9, (PUT, LATER_PUT), reset=True, gc_floor=2, **HEAD),), True, True),
     "news": m.Ack((log_news(MEMBER, 9, (PUT, m.Del(8, ANCHOR)), from_seq=6, member=None),), fresh=True),
     "want": m.Want((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
-    "buckets": m.Buckets(b"roster..", bytes(range(256))),
+    "buckets": m.Buckets(bytes(reversed(range(256))), bytes(range(256))),
     "dense": m.Dense(b"roster..", b"\xff" * 8, bytes(range(12)), True),
     "get_tokens": m.GetTokens(5, ANCHOR, 64, 128),
     "tokens": m.Tokens(5, bytes(range(12)), (b"d" * 32,)),
