@@ -6,6 +6,7 @@ Faults apply to what is sent. A connection's replies keep their order, as TCP do
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -68,9 +69,12 @@ class LossyTransport:
         control: Faults = NO_FAULTS,
         requests: Faults = NO_FAULTS,
         replies: Faults = NO_FAULTS,
+        reply_bytes_per_s: float = math.inf,
         seed: int = 0,
     ) -> None:
-        """Faults of control frames, of bulk requests, and of replies on bulk connections."""
+        """Faults of control frames, of bulk requests, and of replies on bulk connections; and how many bytes a second each
+        of these connections carries."""
+        self.reply_bytes_per_s = reply_bytes_per_s
         self.control, self.requests, self.replies = control, requests, replies
         self.traffic = Traffic()
         self.on_delivered: Callable[[], None] | None = None
@@ -118,10 +122,11 @@ class LossyTransport:
             self.traffic.lost += 1
             return True
         delay_s = faults.delay_s + faults.jitter_s * self._rng.random()
+        takes_s = (len(frame) + (0 if payload is None else payload.nbytes)) / self.reply_bytes_per_s
         due = self._reply_at.get(connection, 0.0)
-        if not delay_s and due <= self._loop.time():
+        if not delay_s and not takes_s and due <= self._loop.time():
             return self._reply_now(connection, frame, payload)
-        self._reply_at[connection] = due = max(due + ORDER_S, self._loop.time() + delay_s)
+        self._reply_at[connection] = due = max(due + ORDER_S, self._loop.time() + delay_s) + takes_s
         self._loop.call_at(due, self._reply_late, connection, due, frame, payload)
         return True
 

@@ -16,7 +16,7 @@ from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.keys import ClusterKeys
 from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
 from kvcomm_p2p.net.transport import Addresses, Transport
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, KVLayout, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import FinishJoin
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId, SequenceId
@@ -46,8 +46,10 @@ class TestNode:
         seed: int = 0,
         shared: SharedMemory | None = None,
         life: NodeLife | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
-        """`shared`: shares memory with others on this machine that do. `life`: who it is and was before."""
+        """`shared`: shares memory with others on this machine that do. `life`: who it is and was before. `layout`: sends
+        and asks for blocks as int8."""
         rng = random.Random(f"{name}{seed}")
 
         def make(addresses: Addresses, now: float) -> Node:
@@ -59,13 +61,13 @@ class TestNode:
                 control=addresses.control,
                 bulk=addresses.bulk,
                 host=host_tag(keys.content) if shared else b"",
-                capabilities=Capability.SHARED_MEMORY if shared else 0,
+                capabilities=(Capability.SHARED_MEMORY if shared else 0) | (Capability.INT8 if layout else 0),
             )
             incarnation, addresses = (0, ()) if life is None else (life.incarnation, life.addresses)
             return Node(config, me=me, rng=rng, now=now, incarnation=incarnation, addresses=addresses)
 
         self.store = BlockStore(shared)
-        self.driver = Driver(make, transport, self.store, keys, life=life)
+        self.driver = Driver(make, transport, self.store, keys, life=life, layout=layout)
 
     def __enter__(self) -> TestNode:
         self.driver.start()
