@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +25,9 @@ from kvcomm_p2p.protocol.wire import HEADER_BYTES, WireError, decode, sender_of
 WAITING_MAX = 256
 """Messages of all senders that may wait for signatures to be verified; more are dropped."""
 
+WAITING_EACH_MAX = WAITING_MAX // 2
+"""Of one key, or of one sender where connections have none."""
+
 log = logging.getLogger("kvcomm_p2p.net")
 
 T = TypeVar("T")
@@ -39,10 +43,11 @@ class Admission:
         self.gate = gate
         self._sealer = sealer
         self._counters = counters
-        self._limits = limits or PeerLimits()
+        self._limits = PeerLimits() if limits is None else limits
         self._signers = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-sign")
         self._waiting: dict[NodeId, deque[tuple[Message, bytes, Deliver]]] = {}
         self._waiting_count = 0
+        self._waiting_of: Counter[bytes] = Counter()
 
     def start(self) -> None:
         """On the running loop."""
@@ -53,23 +58,41 @@ class Admission:
         self._waiting.clear()
         self._signers.shutdown(wait=False, cancel_futures=True)
 
-    def open(self, sealed: bytes) -> tuple[NodeId, Message] | None:
-        """Who says to have sent what. What is not to be used is counted and gives None; nothing is raised."""
+    def open(self, sealed: bytes, key: bytes = b"") -> tuple[NodeId, Message] | None:
+        """Who says to have sent what, on a connection of `key`. What is not to be used is counted and gives None; nothing is
+        raised."""
         frame = self._sealer.open(sealed)
         if frame is None:
             self._drop("bad_seal")
             return None
-        if len(frame) < HEADER_BYTES or not self._limits.take(sender_of(frame), len(frame), self._loop.time()):
-            self._drop("undecodable" if len(frame) < HEADER_BYTES else "over_limit")
+        if len(frame) < HEADER_BYTES:
+            self._drop("undecodable")
             return None
+        if not self._within_limits(sender_of(frame), key, len(frame)):
+            self._drop("over_limit")
+            return None
+        began = time.thread_time()
         try:
             sender, message = decode(frame)
         except WireError as error:
             log.debug("a sealed frame could not be decoded: %s", error)
             self._drop("undecodable")
             return None
+        finally:
+            self.charge(key or sender_of(frame), time.thread_time() - began)
         self._counters.received[type(message).__name__] += 1
         return sender, message
+
+    def charge(self, payer: bytes, work_s: float) -> None:
+        """What came on connections of this key (without keys: from this sender) took so much processor time."""
+        self._limits.charge(payer, work_s, self._loop.time())
+
+    def _within_limits(self, sender: NodeId, key: bytes, frame_bytes: int) -> bool:
+        """Frames are counted for a node on connections of its key alone, so that nobody uses up what is another's, and for the
+        key where it is not known to be that node's, so that new names bring no new room."""
+        now = self._loop.time()
+        counted = sender if not key or self.gate.is_of(sender, key) else key
+        return self._limits.has_work_left(key or sender, now) and self._limits.take(counted, frame_bytes, now)
 
     def belongs(self, sender: NodeId, message: Message, key: bytes) -> bool:
         """Whether the message may have come on a connection of `key`; counted if not."""
@@ -88,10 +111,12 @@ class Admission:
             if not self.gate.unchecked(message):
                 self._deliver(sender, message, deliver)
                 return
-        if self._waiting_count >= WAITING_MAX:
+        payer = key or sender
+        if self._waiting_count >= WAITING_MAX or self._waiting_of[payer] >= WAITING_EACH_MAX:
             self._drop("unverified")
             return
         self._waiting_count += 1
+        self._waiting_of[payer] += 1
         if waiting is not None:
             waiting.append((message, key, deliver))
             return
@@ -131,9 +156,17 @@ class Admission:
                     self._later(partial(verify_all, unchecked), partial(self._verified, sender, len(unchecked)))
                     return
                 self._deliver(sender, message, deliver)
-            waiting.popleft()
-            self._waiting_count -= 1
+            self._taken(sender, waiting)
         self._waiting.pop(sender, None)
+
+    def _taken(self, sender: NodeId, waiting: deque[tuple[Message, bytes, Deliver]]) -> Message:
+        message, key, _ = waiting.popleft()
+        payer = key or sender
+        self._waiting_count -= 1
+        self._waiting_of[payer] -= 1
+        if not self._waiting_of[payer]:
+            del self._waiting_of[payer]
+        return message
 
     def _verified(self, sender: NodeId, asked: int, genuine: list[Claim]) -> None:
         self.gate.learn(genuine)
@@ -142,9 +175,8 @@ class Admission:
         waiting = self._waiting.get(sender)
         if waiting is None:  # stopped
             return
-        message, _, deliver = waiting.popleft()
-        self._waiting_count -= 1
-        self._deliver(sender, message, deliver)
+        deliver = waiting[0][2]
+        self._deliver(sender, self._taken(sender, waiting), deliver)
         if sender in self._waiting:
             self._next(sender)
 

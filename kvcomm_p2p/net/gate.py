@@ -141,6 +141,11 @@ class Gate:
             return message.member.node_id == sender and message.member.curve_key == key
         return isinstance(message, Refused) and key in self._seed_keys.values()
 
+    def is_of(self, node: NodeId, key: bytes) -> bool:
+        """Whether this is known to be a node of that CURVE key."""
+        owner = self._owners.get(node)
+        return owner is not None and owner.curve == key
+
     def key_of(self, node: NodeId) -> bytes:
         """The Ed25519 key of a node whose record was genuine, empty if there was none."""
         owner = self._owners.get(node)

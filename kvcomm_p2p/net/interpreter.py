@@ -7,9 +7,11 @@ import hashlib
 import hmac
 import logging
 import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from kvcomm_p2p.net.counters import WireCounters
 from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.identity import Allowed
+from kvcomm_p2p.net.peer_reports import PeerReports
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Connection, Transport
 from kvcomm_p2p.protocol.anchors import KVLayout
@@ -52,7 +55,7 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
     VerifyHead,
 )
-from kvcomm_p2p.protocol.ids import AnchorId, NodeId, short
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.messages import Chunk, Message
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.wire import encode
@@ -60,8 +63,6 @@ from kvcomm_p2p.store import BlockStore
 
 PEERS_REMEMBERED_MAX = 4096
 """Addresses and bulk connections that are remembered; the oldest are forgotten first."""
-
-_LEVELS = {"violation": logging.WARNING, "name_conflict": logging.WARNING, "refused": logging.WARNING}
 
 log = logging.getLogger("kvcomm_p2p.net")
 
@@ -102,6 +103,9 @@ class Interpreter:
         self._connections: OrderedDict[NodeId, Connection] = OrderedDict()
         self.counters = WireCounters()
         self.gate = gate or Gate()
+        self._reports = PeerReports()
+        self._unsaved: SaveState | None = None
+        self._saving = False
         self._admission = Admission(self.gate, sealer, self.counters)
         self.on_erased: Callable[[tuple[AnchorId, ...]], None] = lambda anchor_ids: None
         self._mover = BlockMover(
@@ -176,24 +180,26 @@ class Interpreter:
     # ----------------------------------------------------------------------------------------------- from the transport
 
     def on_control(self, frame: bytes, key: bytes = b"") -> None:
-        opened = self._admission.open(frame)
+        opened = self._admission.open(frame, key)
         if opened is not None:
-            self._admission.admit(*opened, key, self._received)
+            self._admission.admit(*opened, key, partial(self._received, key or opened[0]))
 
     def on_bulk_request(self, connection: Connection, frame: bytes, key: bytes = b"") -> None:
-        opened = self._admission.open(frame)
+        opened = self._admission.open(frame, key)
         if opened is not None:
             self._admission.admit(*opened, key, partial(self._requested, connection))
 
-    def _received(self, sender: NodeId, message: Message) -> None:
+    def _received(self, payer: bytes, sender: NodeId, message: Message) -> None:
+        began = time.thread_time()
         self._handle_safely(MessageReceived(sender, message))
+        self._admission.charge(payer, time.thread_time() - began)
 
     def _requested(self, connection: Connection, sender: NodeId, message: Message) -> None:
         _remember(self._connections, sender, connection)
         self._handle_safely(MessageReceived(sender, message))
 
     def on_bulk_reply(self, frame: bytes, payload: memoryview | None, key: bytes = b"") -> None:
-        opened = self._admission.open(frame)
+        opened = self._admission.open(frame, key)
         if opened is None or not self._admission.belongs(*opened, key):
             return
         sender, message = opened
@@ -308,8 +314,20 @@ class Interpreter:
         self._mover.forget(effect.handle)
 
     def _save_state(self, effect: SaveState) -> None:
-        if self._life is not None:
-            self._hashers.submit(self._life.save, effect)
+        """One at a time, and of those that come meanwhile the latest: peers can ask for more than a disk can write."""
+        self._unsaved = effect
+        if not self._saving:
+            self._save_next()
+
+    def _save_next(self) -> None:
+        state, self._unsaved = self._unsaved, None
+        self._saving = self._life is not None and state is not None
+        if self._life is not None and state is not None:
+            self._hashers.submit(self._life.save, state).add_done_callback(self._saved)
+
+    def _saved(self, done: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._save_next)
 
     def _renew_identity(self, effect: RenewIdentity) -> None:
         me = self.node.me
@@ -318,12 +336,7 @@ class Interpreter:
         self._events.append(IdentityRenewed(renewed))
 
     def _report_peer(self, effect: ReportPeer) -> None:
-        level = _LEVELS.get(effect.change, logging.INFO)
-        detail = effect.detail and f": {effect.detail}"
-        fields = {"event": f"peer_{effect.change}", "peer": effect.name, "peer_id": short(effect.peer)}
-        if effect.detail:
-            fields["detail"] = effect.detail
-        log.log(level, "peer %s (%s) %s%s", effect.name, short(effect.peer), effect.change, detail, extra=fields)
+        self._reports.write(effect, self._loop.time())
         if effect.change in ("left", "dead"):
             self._hang_up(effect.peer)
 

@@ -8,11 +8,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.protocol.ids import NodeId
 
 PEER_FRAMES_PER_S = 4_000.0
 PEER_BYTES_PER_S = 32.0 * (1 << 20)
 """Of frames without payload: payloads come only as far as they were asked for."""
+
+PEER_WORK_S_PER_S = 0.25
+"""Seconds of processor time per second that what one peer says may take on the loop: short frames can ask for much."""
+
+WORK_BURST_S = 3.0
 
 BURST_S = 2.0
 """What was not used for this long may be used at once."""
@@ -35,23 +39,29 @@ class _Bucket:
 
 
 class PeerLimits:
-    """A token bucket per sender. Not for several threads."""
+    """Token buckets: of frames and bytes per sender, of work per who has to answer for it. Not for several threads.
+
+    Who is counted is told by bytes: a node id, or the key of its connection.
+    """
 
     def __init__(
         self,
         frames_per_s: float = PEER_FRAMES_PER_S,
         bytes_per_s: float = PEER_BYTES_PER_S,
         burst_s: float = BURST_S,
+        work_s_per_s: float = PEER_WORK_S_PER_S,
     ) -> None:
         self._frames_per_s = frames_per_s
         self._bytes_per_s = bytes_per_s
         self._burst_s = burst_s
-        self._buckets: OrderedDict[NodeId, _Bucket] = OrderedDict()
+        self._work_s_per_s = work_s_per_s
+        self._buckets: OrderedDict[bytes, _Bucket] = OrderedDict()
+        self._work: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._buckets)
+        return len(self._buckets) + len(self._work)
 
-    def take(self, sender: NodeId, frame_bytes: int, now: float) -> bool:
+    def take(self, sender: bytes, frame_bytes: int, now: float) -> bool:
         """Whether one more frame of `sender` is within its limits; if so it counts. `now`: seconds of a monotonic clock.
 
         A frame may overdraw the bytes once, so that the longest frame passes whatever the limit.
@@ -72,6 +82,21 @@ class PeerLimits:
         bucket.frames -= 1
         bucket.content -= frame_bytes
         return True
+
+    def charge(self, payer: bytes, work_s: float, now: float) -> None:
+        """What `payer` said took so many seconds of processor time."""
+        self._work[payer] = (self._work_left(payer, now) - work_s, now)
+        self._work.move_to_end(payer)
+        if len(self._work) > PEERS_COUNTED_MAX:
+            self._work.popitem(last=False)
+
+    def has_work_left(self, payer: bytes, now: float) -> bool:
+        """Whether anything more of `payer` should be looked at."""
+        return self._work_left(payer, now) > 0
+
+    def _work_left(self, payer: bytes, now: float) -> float:
+        left_s, at = self._work.get(payer, (WORK_BURST_S, now))
+        return min(WORK_BURST_S, left_s + max(0.0, now - at) * self._work_s_per_s)
 
 
 def require_descriptors(peers_max: int) -> int:
