@@ -44,18 +44,17 @@ ANYTHING_GOES = Profile(
 class FixedCosts(CostTracker):
     """Costs of a slow model on a fast network, whatever is measured: what can be reused is worth reusing."""
 
-    def __init__(self, token_bytes: int = 1) -> None:
-        super().__init__(
-            Costs(
-                forward_s=1e-3,
-                token_s=1e-2,
-                attention_s=1e-9,
-                pull_latency_s=1e-4,
-                pull_bytes_per_s=1e10,
-                align_bytes_per_s=1e10,
-                token_bytes=token_bytes,
-            )
+    def __init__(self, token_bytes: int = 1, **changes: Any) -> None:
+        costs = Costs(
+            forward_s=1e-3,
+            token_s=1e-2,
+            attention_s=1e-9,
+            pull_latency_s=1e-4,
+            pull_bytes_per_s=1e10,
+            align_bytes_per_s=1e10,
+            token_bytes=token_bytes,
         )
+        super().__init__(replace(costs, **changes))
 
     def saw_forward(self, tokens: int, pairs: float, seconds: float) -> None:
         pass
