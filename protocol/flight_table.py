@@ -89,7 +89,7 @@ class FlightTable:
         if peer is None:
             raise KeyError("a pull from an unknown holder")
         shared = not encoded and self._sharing.asks(holder, now)
-        pull = PullState(self._next_pull_id, holder, peer.record.bulk, flights, now, shared)
+        pull = PullState(self._next_pull_id, holder, peer.record.bulk, flights, now, shared, began_at=now)
         self._next_pull_id += 1
         self.pulls[pull.pull_id] = pull
         return pull

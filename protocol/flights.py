@@ -74,6 +74,11 @@ class Fetch:
     refused: dict[NodeId, Miss] = field(default_factory=dict)
     anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
 
+    @property
+    def got_little(self) -> bool:
+        """Whether less than half of its blocks are here and right."""
+        return 2 * self.open > len(self.results)
+
     @classmethod
     def of(cls, event: FetchRequested, now: float) -> Fetch:
         anchors = {anchor.anchor_id: anchor for anchor in event.anchors}
@@ -158,7 +163,7 @@ class PullState:
     `progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now, `begun`: bytes
     of it from this pull. `failed`: ordinals that the holder does not deliver. `received`, `credited`: bytes. `shared`: asks
     for blocks in shared memory. `rival`: the other pull of a race for the same blocks; `hedge`: this one began later.
-    `hedged`: since the last progress a rival was looked for.
+    `hedged`: since the last progress a rival was looked for. `began_at`: when it was opened.
     """
 
     pull_id: int
@@ -175,6 +180,7 @@ class PullState:
     rival: PullState | None = None
     hedge: bool = False
     hedged: bool = False
+    began_at: float = 0.0
 
     def owes(self, ordinal: int) -> bool:
         """Whether the holder still has to send this block."""

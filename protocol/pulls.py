@@ -42,6 +42,9 @@ from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
 
+DRIP_STALLS = 5
+"""Stall timeouts that a holder has before it can be found to be too slow; shorter deadlines are the caller's affair."""
+
 
 class Pulls:
     """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender.
@@ -290,6 +293,7 @@ class Pulls:
         effects: list[Effect] = []
         for fetch in tuple(self._table.fetches.values()):
             if fetch.event.deadline <= now:
+                self._dripped(fetch, now)
                 effects += self._table.abandon(fetch, Miss(MissReason.DEADLINE), now)
         for pull in tuple(self._table.pulls.values()):
             if pull.pull_id not in self._table.pulls:
@@ -312,6 +316,16 @@ class Pulls:
         effects += self._table.tire(now)
         self._sources.forget_retries(now)
         return effects + self._table.schedule(now)
+
+    def _dripped(self, fetch: Fetch, now: float) -> None:
+        """A fetch ends by its deadline with little: who had half of that time, and as long as DRIP_STALLS stalls, sends
+        just enough not to stall."""
+        if not fetch.got_little or now - fetch.event.deadline > LATE_S:
+            return
+        least_s = max((now - fetch.started_at) / 2, DRIP_STALLS * self._config.pull_stall_timeout_s)
+        for pull in self._table.pulls.values():
+            if now - pull.began_at >= least_s and fetch in pull.waiting():
+                self._penalties.punish(pull.holder, now)
 
     def _stalled(self, pull: PullState, now: float) -> list[Effect]:
         """Nothing came for as long as may be waited; who waits for the same holder lost that time too."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from kvcomm_p2p.protocol.announcer import WRITES_PER_S
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.directory import Directory
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.index_mode import LOG_ENTRY_BYTES
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import SHARD_DIGEST_BYTES, ShardRegister, Status
 
@@ -79,8 +81,14 @@ class Registry:
         return not full
 
     def loads(self) -> list[tuple[int, int]]:
-        """(anchors, log bytes per second) as every origin tells them."""
-        return [(origin.anchors, origin.bytes_per_s) for origin in self._origins.values()]
+        """(anchors, log bytes per second) as every origin tells them, but no more than it can honestly have: one origin must
+        not talk everybody into giving up their index."""
+        told: list[tuple[int, int]] = []
+        for origin in self._origins.values():
+            anchors = min(origin.anchors, self._config.anchors_per_peer_max)
+            entries_per_s = min(WRITES_PER_S, max(1, anchors))
+            told.append((anchors, min(origin.bytes_per_s, int(entries_per_s * LOG_ENTRY_BYTES))))
+        return told
 
     def forget(self, origin: NodeId) -> None:
         if self._origins.pop(origin, None) is not None:

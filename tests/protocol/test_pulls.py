@@ -162,6 +162,26 @@ def test_deadline_is_kept_and_the_loss_is_the_time_since_progress() -> None:
     assert reasons(finish) == [MissReason.DEADLINE] * 2 and finish.wait_lost_s == pytest.approx(0.03)
 
 
+def penalty_s(node: Node, peer: m.MemberRecord) -> float:
+    return next(view.penalty_s for view in node.peers() if view.node_id == peer.node_id)
+
+
+@pytest.mark.parametrize(("deadline", "punished"), [(2.0, True), (0.6, False)])
+def test_a_holder_that_sends_just_enough_not_to_stall_is_not_asked_again_soon(deadline: float, punished: bool) -> None:
+    node = puller()
+    node.handle(request(deadline=deadline), 0.0)
+    now, answers = 0.0, []
+    for offset in range(20):
+        node.handle(chunk(1, 0, offset, 1), now)
+        now += 0.15
+        at = min(now, deadline)
+        answers += of(node.handle(ev.TimerExpired(), at), ev.FinishFetch)
+        if answers:
+            break
+    assert reasons(answers[0]) == [MissReason.DEADLINE] * 2 and at == deadline
+    assert (penalty_s(node, PEER) > 0) is punished
+
+
 def test_waiting_for_digests_is_not_time_lost_to_a_peer() -> None:
     node = puller()
     node.handle(request(1, deadline=1.5), 1.0)

@@ -487,6 +487,16 @@ def test_an_origin_registers_no_more_than_allowed_and_is_not_asked_again_and_aga
     assert len(asked) <= 4
 
 
+@pytest.mark.parametrize("anchors", [0, 1, 40, m.COUNTER_MAX])
+def test_one_origin_cannot_talk_everybody_into_giving_up_their_index(anchors: int) -> None:
+    node = make_node(0)
+    known_to(node, *(record(index) for index in range(1, 500)))
+    register(node, record(1), anchors=anchors, bytes_per_s=m.COUNTER_MAX)
+    for step in range(200):
+        node.handle(ev.TimerExpired(), 1.0 + step / 10)
+    assert not node.stats().sharded
+
+
 def test_answers_fit_into_a_frame_whatever_is_asked() -> None:
     node = make_node(0, config=SHARDED)
     known_to(node, record(1), record(2))
