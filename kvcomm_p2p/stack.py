@@ -51,6 +51,7 @@ from kvcomm_p2p.reuse.learning import Learner
 from kvcomm_p2p.reuse.publish import Published, Publisher
 from kvcomm_p2p.reuse.pulling import Puller
 from kvcomm_p2p.reuse.recall import Recall
+from kvcomm_p2p.reuse.scouting import Scout
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.store import BlockStore
 
@@ -114,11 +115,13 @@ class AgentStack:
         self._puller = Puller(driver, store, layout, self._compute, settings.wire_encoding == "int8")
         self._learner = Learner(self.memory, driver, store, runner.spec, self._compute)
         self._foresight = Foresight(runner.spec, predictor_path(settings.cache_dir, runner.spec.model_id))
+        costs = measured_costs(runner)
+        self._scout = Scout(driver, store, runner, costs, self._compute)
         self.engine = ReuseEngine(
             runner,
             finder,
             self._puller,
-            measured_costs(runner),
+            costs,
             self._compute,
             self._peer_name,
             content_key,
@@ -170,6 +173,8 @@ class AgentStack:
         One step, so that a caller who is cancelled in between cannot lose what was pulled.
         """
         filled = await self.engine.fill(prompt, mode, exact_only=exact_only, rows_extra=rows_extra, cancelled=cancelled)
+        if self._scout.wants(filled.plan, filled.found) is not None:
+            self._background(self._scout.look(filled.plan, filled.found))
         if publish and isinstance(filled.cache, KVCache):
             published = self._background(self._publish_prompt(prompt, filled, filled.cache))
             if published is not None:

@@ -43,17 +43,20 @@ from kvcomm_p2p.reuse.shifting import plan_shift
 
 T = TypeVar("T")
 
+NOTHING_FOUND = FoundDonors((), {}, (), 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Filled:
     """A prompt of T tokens whose `cache` holds T rows, next-token `logits` [V], how it came about, and (for publishing) the
-    plan that was carried out and the pulled blocks that are still ours."""
+    plan that was carried out and the pulled blocks that are still ours. `found`: what there was to plan with."""
 
     cache: KVCache | OpaqueCache
     logits: torch.Tensor
     report: PrefillReport
     plan: Plan
     pulled: Pulled
+    found: FoundDonors = NOTHING_FOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,10 @@ class ReuseEngine:
         cache = self._runner.new_cache(min(tokens + rows_extra, self._runner.spec.context_tokens_max))
         plan, rules, found = await self._planned(prompt, mode, exact_only, report)
         if isinstance(cache, OpaqueCache) or not donor_spans(plan):
-            return await self._dense(prompt, cache, plan, report, cancelled)
-        return await self._reuse(prompt, cache, plan, rules, found, report, cancelled)
+            filled = await self._dense(prompt, cache, plan, report, cancelled)
+        else:
+            filled = await self._reuse(prompt, cache, plan, rules, found, report, cancelled)
+        return replace(filled, found=found)
 
     async def explain(self, prompt: PreparedPrompt, mode: Mode, *, exact_only: str = "") -> PrefillReport:
         """What `fill` would do now, as a report without an outcome (`planned_only`): donors are looked up and asked for token
@@ -175,7 +180,7 @@ class ReuseEngine:
         refusal = self._runner.spec.share_refusal
         if mode is Mode.DENSE or refusal:
             plan = dense_plan(len(prompt.token_ids), mode, "" if mode is Mode.DENSE else refusal)
-            return plan, ReuseRules(False, refusal), FoundDonors((), {}, (), 0.0)
+            return plan, ReuseRules(False, refusal), NOTHING_FOUND
         found = await self._finder.find(prompt.token_ids, prompt.marks)
         report.found(found)
         planning = time.perf_counter()
