@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from kvcomm_p2p.protocol.anchors import (
     BlockHandle,
     BlockKey,
     HeldAnchor,
+    KVLayout,
     Miss,
     MissReason,
     Visibility,
@@ -73,7 +74,9 @@ RULES = {
         short_from=Everywhere(),
     ),
 }
+RULES = {mode: replace(rules, int8_kl=0.0) for mode, rules in RULES.items()}
 RULES[Mode.EXACT] = RULES[Mode.FAST]
+INT8_COSTS = replace(COSTS, int8_share=0.3)
 
 T = TypeVar("T")
 
@@ -90,7 +93,8 @@ class Part:
 @dataclass(frozen=True)
 class Fill:
     """One prompt at one node. `broken`: of the blocks it needs, so many in ten do not come. `strange`: memory knows nothing
-    like its short runs. `widen`, `fall_back`: what the guard says. `answer`: tokens that are generated behind it."""
+    like its short runs. `widen`, `fall_back`: what the guard says. `answer`: tokens that are generated behind it. `int8`:
+    peers send KV so."""
 
     node: int
     mode: Mode
@@ -101,6 +105,7 @@ class Fill:
     fall_back: bool = False
     answer: int = 0
     seed: int = 0
+    int8: bool = False
 
     @property
     def token_ids(self) -> Tokens:
@@ -130,7 +135,7 @@ class Node:
             content_key=KEY,
             clock=lambda: world.now_s,
         )
-        self.puller = Puller(driver, self.store)
+        self.puller = Puller(driver, self.store, LAYOUT, always_int8=True)
         self.publisher = publish.Publisher(driver, self.store, SPEC, lineage, KEY, Executor())
 
     async def find(self, lookup: Lookup) -> LookupResult:
@@ -150,17 +155,23 @@ class Node:
             return TokensResult(Miss(MissReason.NOT_FOUND), 0.0)
         return TokensResult(AnchorTokens(anchor, holder, held.token_ids, held.digests), 0.0)
 
-    async def fetch(self, holder: NodeId, blocks: Sequence[Any], deadline_s: float, stall_s: float) -> FetchResult:
+    async def fetch(
+        self, holder: NodeId, blocks: Sequence[Any], deadline_s: float, stall_s: float, **more: Any
+    ) -> FetchResult:
         found: dict[BlockKey, BlockHandle] = {}
         missed: dict[BlockKey, Miss] = {}
         peer = self.world.by_id[holder]
         for key, _, digest in blocks:
             held = peer.shown(key.anchor_id, self)
+            self.world.note("int8", key in more.get("raw_bytes", ()))
             if held is None or held.digests[key.index] != digest or self.world.breaks():
                 missed[key] = Miss(MissReason.STALLED)
             else:
                 found[key] = self.store.put(memoryview(bytes(peer.store.view(held.handles[key.index]))))
         return FetchResult(found, missed, 0.0)
+
+    def encodes(self, holder: NodeId) -> bool:
+        return self.world.int8
 
     async def publish(self, anchors: Sequence[HeldAnchor]) -> None:
         for held in anchors:
@@ -206,6 +217,7 @@ class World:
     now_s: float = 0.0
     _chances: np.random.Generator = field(default_factory=np.random.default_rng)
     _broken: int = 0
+    int8: bool = False
 
     def __post_init__(self) -> None:
         self.nodes = [Node(self, number) for number in range(NODES)]
@@ -223,6 +235,7 @@ class World:
         """Fill, answer and publish; then nobody may see more than they should. Raises Leak."""
         self.now_s += 50.0
         self._chances, self._broken = np.random.default_rng(fill.seed), fill.broken
+        self.int8 = fill.int8
         self._loop.run_until_complete(self._fill(self.nodes[fill.node], fill))
         self.check()
 
@@ -230,7 +243,8 @@ class World:
         token_ids, marks, text = fill.token_ids, _marks(fill), _readers(fill)
         rules = RULES[fill.mode]
         found = await node.finder.find(token_ids)
-        plan = planning.make_plan(token_ids, found.donors, fill.mode, rules, COSTS, key=KEY)
+        int8 = node.puller.int8(found.donors)
+        plan = planning.make_plan(token_ids, found.donors, fill.mode, rules, INT8_COSTS, key=KEY, int8=int8)
         slab = Slab(fill.node, token_ids, text)
         local = node.puller.local(plan)
         for key in [key for key in local.blocks if self.breaks()]:
@@ -303,8 +317,20 @@ class World:
         notes += ["shifted" for span in plan.spans if span.shift]
         notes += ["corrected" for run in plan.runs if run.repair.memory]
         self.plans.append(plan)
-        for note in notes:
-            self.seen[note] = self.seen.get(note, 0) + 1
+        for each in notes:
+            self.note(each)
+
+    def note(self, what: str, happened: bool = True) -> None:
+        """Count it."""
+        if happened:
+            self.seen[what] = self.seen.get(what, 0) + 1
+
+
+def worn(data: memoryview, layout: KVLayout, tokens: int) -> memoryview:
+    """In place of `net.encoding.decode`: what travelled as int8 has one more repair behind it."""
+    numbers = np.frombuffer(data, "<f4").copy()
+    numbers[:tokens] += 1
+    return memoryview(numbers.tobytes())
 
 
 def _carry_out(slab: Slab, plan: Plan, blocks: Mapping[BlockKey, memoryview], fill: Fill, rules: ReuseRules) -> Plan:

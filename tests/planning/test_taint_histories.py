@@ -13,11 +13,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from planning_cases import Tokens, joined, words
 from taint_rows import NODES, Leak
-from taint_world import GROUPS, Fill, Part, World
+from taint_world import GROUPS, Fill, Part, World, worn
 
 from kvcomm_p2p.planning import prefix, segments
+from kvcomm_p2p.planning.candidates import Candidate
 from kvcomm_p2p.planning.segments import Segment
-from kvcomm_p2p.planning.spans import hops_at, span_hops
+from kvcomm_p2p.planning.spans import encoded_blocks, hops_at, span_hops
 from kvcomm_p2p.planning.types import Donor, Mode, Plan, SpanKind
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, Visibility
 
@@ -54,6 +55,7 @@ def random_fill(chances: random.Random, sequences: Sequence[tuple[int, Tokens]])
         fall_back=chances.random() < 0.1,
         answer=chances.choice([0, 0, 5, 40]),
         seed=chances.randrange(1000),
+        int8=chances.random() < 0.4,
     )
 
 
@@ -74,7 +76,8 @@ def quotation(chances: random.Random, sources: Sequence[Tokens]) -> Tokens:
 
 @pytest.fixture(autouse=True)
 def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nonces are counted, and what a longer anchor replaces is forgotten at once."""
+    """Nonces are counted, what a longer anchor replaces is forgotten at once, and decoding is played."""
+    monkeypatch.setattr("kvcomm_p2p.reuse.pulling.decode", worn)
     nonces = iter(range(1, 1 << 60))
     numbered = SimpleNamespace(urandom=lambda size: next(nonces).to_bytes(size, "big"))
     monkeypatch.setattr("kvcomm_p2p.reuse.publish.os", numbered)
@@ -104,7 +107,7 @@ def test_nothing_leaks(chances: random.Random) -> None:
 
 
 def test_histories_hold_everything_that_can_happen() -> None:
-    kinds = {"exact", "continued", "reuse", "recompute", "interpolated", "shifted", "corrected", "replicas"}
+    kinds = {"exact", "continued", "reuse", "recompute", "interpolated", "shifted", "corrected", "replicas", "int8"}
     wanted = kinds | {"hops 0", "hops 1", "hops 2"}
     for seed in range(20):
         wanted -= play(random.Random(seed)).seen.keys()
@@ -113,8 +116,8 @@ def test_histories_hold_everything_that_can_happen() -> None:
     raise AssertionError(f"never: {wanted}")
 
 
-def fill(node: int, mode: Mode, *parts: Tokens | Part) -> Fill:
-    return Fill(node, mode, tuple(part if isinstance(part, Part) else Part(part) for part in parts))
+def fill(node: int, mode: Mode, *parts: Tokens | Part, **more: Any) -> Fill:
+    return Fill(node, mode, tuple(part if isinstance(part, Part) else Part(part) for part in parts), **more)
 
 
 DOCUMENT, OWN, END = words(90, 300), words(91, 128), words(92, 10)
@@ -135,6 +138,16 @@ REPLICA = (
     fill(2, Mode.BALANCED, DOCUMENT[:100], END),
     fill(2, Mode.BALANCED, DOCUMENT[:128], words(96, 20)),
 )
+INT8 = (
+    fill(0, Mode.EXACT, OWN, DOCUMENT),
+    fill(1, Mode.BALANCED, words(89, 45), DOCUMENT[:200], END, int8=True),
+    fill(1, Mode.FAST, words(89, 45), DOCUMENT[:200], END, ODD, int8=True),
+    fill(2, Mode.FAST, words(88, 30), DOCUMENT[:200], END, broken=3, int8=True),
+    fill(2, Mode.BALANCED, OWN, DOCUMENT[:100], words(87, 20), DOCUMENT[100:250], END, int8=True),
+    fill(2, Mode.EXACT, OWN, DOCUMENT[:200], int8=True),
+)
+"""What travels as int8 is moved, gone on with at home, and in part missing; the same blocks are wanted exact as well."""
+
 CHAIN = (
     *HALF_EXACT,
     fill(2, Mode.FAST, *TWICE),
@@ -161,6 +174,16 @@ def test_a_run_that_is_shifted_is_as_secret_as_what_stands_in_it() -> None:
 def test_a_replica_is_not_continued() -> None:
     seen = play(REPLICA).seen
     assert seen["replicas"] == 2 and seen["continued"] == 1
+
+
+def test_what_travelled_as_int8_is_repaired_once_more_and_no_replica() -> None:
+    world = play(INT8)
+    assert world.seen["int8"] and world.seen["continued"]
+    hops = [max((hops for _, hops in hops_at(plan)), default=0) for plan in world.plans]
+    assert hops == [0, 2, 2, 2, 2, 0]
+    for node in world.nodes[1:]:
+        replicas = [meta for meta in node.pool.metas() if meta.hops == 1]
+        assert not replicas, "once repaired: as int8 it would be, kept as it came"
 
 
 def test_a_chain_of_repairs_ends_at_home() -> None:
@@ -227,6 +250,19 @@ MUTATIONS: dict[str, dict[str, Any]] = {
     "parts of a run are secret each by itself": {"reuse.publish.entangled": lambda plan: {}},
     "donors have no secrets": {"reuse.publish.filled_marks": lambda plan, marks: marks},
     "replicas are our own": {"planning.lineage.Lineage.known": lambda lineage, anchor_id: True},
+    "what travelled as int8 is no worse": {
+        f"planning.{module}.span_hops": lambda span: span_hops(replace(span, encoded=False))
+        for module in ("spans", "plan", "travel")
+    },
+    "repaired copies travel as int8": {"planning.travel.HOPS_PUBLISHED_MAX": 2, "planning.plan.HOPS_PUBLISHED_MAX": 2},
+    "exact blocks travel as int8": {
+        "reuse.pulling.encoded_blocks": lambda spans: encoded_blocks(
+            [replace(span, encoded=True) for span in spans if any(each.encoded for each in spans)]
+        )
+    },
+    "a plan with holes forgets how its runs travelled": {
+        "planning.replan.Candidate": lambda donor, pieces, encoded: Candidate(donor, pieces)
+    },
     "all blocks come": {"planning.replan.without_blocks": lambda plan, failed, rules: plan},
 }
 
@@ -236,7 +272,7 @@ def test_what_breaks_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) 
     for name, value in MUTATIONS[mutation].items():
         monkeypatch.setattr(f"kvcomm_p2p.{name}", value)
     with pytest.raises(Leak):
-        for history in (SHIFTED, INTERPOLATED, SECRET, REPLICA, CHAIN):
+        for history in (SHIFTED, INTERPOLATED, SECRET, REPLICA, INT8, CHAIN):
             play(history)
         for seed in range(8):
             play(random.Random(seed))
