@@ -14,6 +14,7 @@ import typer
 
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import emit, stderr, stdout, write_text
+from kvcomm_p2p.cli.sim_replay import replay_nodes
 from kvcomm_p2p.cli.sim_validate import validate
 from kvcomm_p2p.errors import ConfigError, UsageError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 sim = typer.Typer(help="Simulate many agents: what happens before you deploy them.", no_args_is_help=True)
 sim.command()(validate)
+sim.command("replay")(replay_nodes)
 
 ScenarioArgument = Annotated[
     str, typer.Argument(metavar="SCENARIO", help="A preset (see kvcomm sim ls) or a TOML file.")
