@@ -44,13 +44,13 @@ def agreement(run: RealRun, observed: Observed) -> list[Quantity]:
         ("covered", "covered by donors", POINTS_MAX),
         ("exact", "of these behind the same exact prefix", None),
     ):
-        shares = [100 * each[name] / max(1, each["tokens"]) for each in sums]
-        rows.append(Quantity(told, "%", *shares, shares[1] - shares[0], limit, n))
+        before, after = (100 * each[name] / max(1, each["tokens"]) for each in sums)
+        rows.append(Quantity(told, "%", before, after, after - before, limit, n))
     for q, limit in ((50, TTFT_P50_MAX), (90, TTFT_P90_MAX), (99, None)):
-        times = [percentile([each.ttft_s for each in outcomes], q) for outcomes in (real, simulated)]
-        rows.append(_relative(f"first token, p{q}", "s", *times, limit, n))
-    pulled = [sum(each.pulled_bytes for each in outcomes) / 1e6 for outcomes in (real, simulated)]
-    rows.append(_relative("pulled", "MB", *pulled, None, n))
+        before, after = (percentile([each.ttft_s for each in outcomes], q) for outcomes in (real, simulated))
+        rows.append(_relative(f"first token, p{q}", "s", before, after, limit, n))
+    before, after = (sum(each.pulled_bytes for each in outcomes) / 1e6 for outcomes in (real, simulated))
+    rows.append(_relative("pulled", "MB", before, after, None, n))
     rows += _metadata(run, observed)
     return rows
 
@@ -74,8 +74,8 @@ def _metadata(run: RealRun, observed: Observed) -> list[Quantity]:
         )
     ]
     for name in sorted(real.keys() | simulated.keys()):
-        sizes = [each.get(name, 0) / per_node_s for each in (real, simulated)]
-        rows.append(_relative(f"of it {name}", "kB/s", *sizes, None, nodes))
+        before, after = (each.get(name, 0) / per_node_s for each in (real, simulated))
+        rows.append(_relative(f"of it {name}", "kB/s", before, after, None, nodes))
     return rows
 
 

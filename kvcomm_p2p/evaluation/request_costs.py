@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.evaluation.documents import topic_text
@@ -90,7 +89,7 @@ def foresee_token_s(runner: ModelRunner, repeats: int, seed: int) -> float:
     run = RunFeatures(100, 100, 0, 0.5, 0.5, 0.5, False, FORESEEN_TOKENS)
     rows = slice(0, FORESEEN_TOKENS)
 
-    def foresee() -> torch.Tensor | np.ndarray:  # type: ignore[type-arg]
+    def foresee() -> object:
         return predictor.predict(features(run, cache.keys[0, 0][:, rows], cache.values[0, 0][:, rows]))
 
     return _timed(foresee, repeats) / FORESEEN_TOKENS
