@@ -121,6 +121,10 @@ class GossipMachine(RuleBasedStateMachine):
         self.epochs[index] += 1
         self.nodes[index].renew(self.epochs[index])
         self.note(index)
+        written = self.nodes[index].own.after(0)  # all in one go: a reader may have the first of it
+        steps = self.listed[self.ids[index], self.epochs[index]]
+        for count, entry in enumerate(written):
+            steps[entry.seq] = {earlier.anchor_id: earlier.seq for earlier in written[: count + 1]}
 
     @invariant()
     def is_safe(self) -> None:
