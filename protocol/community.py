@@ -110,6 +110,7 @@ class Community:
         self._settled_at = now + SETTLED_S
         self._renew_at = now
         self._look_at = now
+        self._deadline: float | None = None
         self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
 
     @property
@@ -120,14 +121,17 @@ class Community:
         return mean_s * (0.5 + self._rng.random())
 
     def next_deadline(self) -> float:
-        return min(
-            self._round_at, self.metadata.next_deadline(), self.probes.next_deadline(), self._joining.next_deadline()
-        )
+        """Computed once after each event."""
+        if self._deadline is None:
+            waiting = self.metadata.next_deadline(), self.probes.next_deadline(), self._joining.next_deadline()
+            self._deadline = min(self._round_at, *waiting)
+        return self._deadline
 
     def woke(self, now: float) -> None:
-        """Before anything else at `now`: if we come late to what was due, the time between was no time to judge others
+        """Before anything else at `now`, which may change what there is to wait for: if we come late to what was due, the time between was no time to judge others
         by (the process was stopped, the machine slept, or others had the processors)."""
         late_s = now - self.next_deadline()
+        self._deadline = None
         if late_s > self._config.probe_timeout_s / 2:
             self.stalls += 1
             self.health.worse()

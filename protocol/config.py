@@ -11,9 +11,10 @@ from kvcomm_p2p.protocol.messages import CLUSTER_ID_BYTES, COUNTER_MAX, RETRY_AF
 MIB = 1024 * 1024
 ERASING_KEY_BYTES = 16
 
-PEERS_MAX_MAX = 2048
+PEERS_MAX_MAX = 8192
+"""Rows of so many peers fit into one control frame; full entries are told by buckets, as many as fit."""
+
 DELTA_BYTES_MAX_MAX = 128 * 1024
-"""Digests of PEERS_MAX_MAX peers and a delta of this size still fit in one control frame together."""
 
 DIRECTORY_MODES = ("auto", "full", "sharded")
 _LENGTHS = {"cluster_id": CLUSTER_ID_BYTES, "erasing_key": ERASING_KEY_BYTES}

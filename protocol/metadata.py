@@ -117,11 +117,13 @@ class Metadata:
         if not deltas or not self._exchange.supply.affords(size, NEWS_FANOUT, now):
             return []
         effects: list[Effect] = []
+        everything = Ack(deltas, fresh=True)
         for peer in self._rng.sample(alive, min(NEWS_FANOUT, len(alive))):
             told = tuple(delta for delta in deltas if delta.node_id != peer.node_id)
             if told:
                 effects += [] if peer.introduced else [self._introduce(peer)]
-                effects.append(SendMessage(peer.node_id, peer.record.control, Ack(told, fresh=True)))
+                message = everything if len(told) == len(deltas) else Ack(told, fresh=True)
+                effects.append(SendMessage(peer.node_id, peer.record.control, message))
         return effects
 
     def head_signed(self, event: HeadSigned, now: float) -> list[Effect]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +97,7 @@ class Node:
         """`incarnation`, `addresses`: as the last SaveState of this node had them, if it ran before."""
         self._now = now
         self._left = False
+        self._deadline: float | None = None
         self._community = Community(config, me, rng, now, incarnation, addresses)
         self._members = self._community.members
         self._pool = Pool(config.pool_bytes_max, config.pool_anchors_max)
@@ -179,6 +179,7 @@ class Node:
         break the contract in `events` (an anchor that contradicts itself, a fetch id in use).
         """
         self._now = now = max(now, self._now)
+        self._deadline = None
         if not self._left:
             self._community.woke(now)
         effects = self._on_event[type(event)](event, now)
@@ -193,13 +194,13 @@ class Node:
 
     def next_deadline(self) -> float:
         """When the node wants TimerExpired. May be in the past: then at once. Infinity after it has left."""
-        return min(
-            math.inf if self._left else min(self._community.next_deadline(), self._shards.next_deadline()),
-            math.inf if self._left else self._custody.next_deadline(),
-            self._pulls.next_deadline(),
-            self._tokens.next_deadline(),
-            self._uploads.next_deadline(),
-        )
+        if self._deadline is None:
+            waits = self._pulls.next_deadline(), self._tokens.next_deadline(), self._uploads.next_deadline()
+            self._deadline = min(waits)
+            if not self._left:
+                members = self._community.next_deadline(), self._shards.next_deadline(), self._custody.next_deadline()
+                self._deadline = min(self._deadline, *members)
+        return self._deadline
 
     def find(self, lookup: Lookup) -> LookupResult:
         """Anchors that share something with a prompt, as far as this node knows without asking: own, and of peers that

@@ -80,8 +80,8 @@ class Probes:
             self._relays[seq] = relay._replace(deadline=relay.deadline + seconds)
 
     def joined(self, node_id: NodeId) -> None:
-        """A newcomer gets a random place in the round that is under way."""
-        self._round.insert(self._rng.randint(0, len(self._round)), node_id)
+        """A newcomer belongs to the round that is under way."""
+        self._round.append(node_id)
 
     def heard(self, sender: NodeId) -> None:
         """Anything that a peer says while it is probed is an answer."""
@@ -166,12 +166,14 @@ class Probes:
     def _next_target(self) -> Peer | None:
         for refill in (True, False):
             while self._round:
+                # A random one of those who are left: the same as shuffling them all first, without the wait for thousands.
+                at = self._rng.randrange(len(self._round))
+                self._round[at], self._round[-1] = self._round[-1], self._round[at]
                 node_id = self._round.pop()
                 if self._members.is_reachable(node_id):
                     return self._members.get(node_id)
             if refill:
-                self._round = [peer.node_id for peer in self._members.reachable()]
-                self._rng.shuffle(self._round)
+                self._round = self._members.reachable().ids()
         return None
 
     def _ask_helpers(self, probe: _Probe) -> list[Effect]:

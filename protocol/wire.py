@@ -8,18 +8,12 @@ message's tag and fields. Numbers, lengths and counts are limited while parsing 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import msgpack
 import msgspec
 
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import (
-    DELTA_ENTRIES_MAX,
-    DIGEST_ENTRIES_MAX,
     PROTOCOL_VERSION,
-    ROW_BYTES,
-    ROWS_MAX,
     Message,
 )
 
@@ -32,9 +26,8 @@ CONTROL_FRAME_BYTES_MAX = 256 * 1024
 CHUNK_BYTES_MAX = 4 * 1024 * 1024
 """Longest payload that follows a Chunk header. The holder's driver splits blocks into pieces of at most this size."""
 
-_ARRAY_LEN_MAX = max(DELTA_ENTRIES_MAX, DIGEST_ENTRIES_MAX)
-_TEXT_BYTES_MAX = 4096
-_BINARY_BYTES_MAX = ROWS_MAX * ROW_BYTES
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class WireError(ValueError):
@@ -53,8 +46,7 @@ def encode(sender: NodeId, message: Message) -> bytes:
 
 def pack(value: msgspec.Struct | Message) -> bytes:
     """MessagePack bytes of a message or of a part of one (to measure parts before they are put together)."""
-    packed: bytes = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)), use_bin_type=True)
-    return packed
+    return _ENCODER.encode(value)
 
 
 def decode(frame: bytes | memoryview) -> tuple[NodeId, Message]:
@@ -68,7 +60,7 @@ def decode(frame: bytes | memoryview) -> tuple[NodeId, Message]:
     if version != PROTOCOL_VERSION:
         raise WireError(f"frame of protocol version {version}; this node speaks version {PROTOCOL_VERSION}")
     sender = NodeId(raw[len(MAGIC) + 1 : HEADER_BYTES])
-    return sender, _message(_unpack(raw[HEADER_BYTES:]))
+    return sender, _message(raw[HEADER_BYTES:])
 
 
 def sender_of(frame: bytes) -> NodeId:
@@ -76,26 +68,10 @@ def sender_of(frame: bytes) -> NodeId:
     return NodeId(frame[len(MAGIC) + 1 : HEADER_BYTES])
 
 
-def _unpack(body: bytes) -> Any:
+def _message(body: bytes) -> Message:
     try:
-        return msgpack.unpackb(
-            body,
-            raw=False,
-            use_list=False,
-            max_str_len=_TEXT_BYTES_MAX,
-            max_bin_len=_BINARY_BYTES_MAX,
-            max_array_len=_ARRAY_LEN_MAX,
-            max_map_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"not MessagePack as expected: {error!s:.160}") from None
-
-
-def _message(fields: Any) -> Message:
-    try:
-        message: Message = msgspec.convert(fields, type=Message, strict=True, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
+        message = _DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"not a valid message: {error!s:.200}") from None
     retry_after_s = getattr(message, "retry_after_s", 0.0)
     if not math.isfinite(retry_after_s):

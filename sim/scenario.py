@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.config import PEERS_MAX_MAX, NodeConfig
 from kvcomm_p2p.protocol.errors import SettingsError
 from kvcomm_p2p.sim import workloads
 from kvcomm_p2p.sim.cost_table import DEFAULT_TABLE
@@ -28,7 +28,7 @@ else:  # pragma: no cover - the same parser under its older name
     import tomli as tomllib
 
 PRESETS = Path(__file__).parent / "presets"
-AGENTS_MAX = 20_000
+AGENTS_MAX = PEERS_MAX_MAX
 NODE_BYTES = 60_000
 PEER_BYTES = 700
 """Memory of a simulated node, and of each peer that it knows (measured, rounded up)."""
@@ -155,9 +155,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def node_config(self) -> NodeConfig:
         """Settings of all nodes. Raises ConfigError."""
-        chosen = {"pool_bytes_max": self.pool_bytes, "peers_max": max(16, min(2 * self.agents, 2048)), **self.protocol}
-        if self.agents > 1024:
-            chosen["peers_max"] = self.agents
+        peers_max = max(16, min(2 * self.agents, PEERS_MAX_MAX))
+        chosen = {"pool_bytes_max": self.pool_bytes, "peers_max": peers_max, **self.protocol}
         return _build(NodeConfig, chosen, "protocol")
 
     def memory_bytes(self) -> int:

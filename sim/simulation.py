@@ -9,7 +9,9 @@ from dataclasses import replace
 from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.planning.costs import first_costs
 from kvcomm_p2p.planning.types import Mode, ReuseRules
+from kvcomm_p2p.protocol.events import MembersKnown
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, ModelId, NodeId
+from kvcomm_p2p.protocol.member_table import KnownMembers
 from kvcomm_p2p.protocol.messages import Capability, MemberRecord
 from kvcomm_p2p.sim.agents import Outcome, Rules, SimAgent
 from kvcomm_p2p.sim.central import CentralFabric, CentralPool
@@ -33,6 +35,13 @@ JOIN_SPREAD_S = 0.5
 
 SETTLE_S = 3.0
 """Time for joining before the first prompt; the scenario's times count from its end."""
+
+JOINING_MAX = 256
+"""More agents than this begin as members of each other: n nodes that learn of n others one by one take n * n steps, and who
+simulates thousands does not ask for their first second."""
+
+KNOWN_SETTLE_S = 0.5
+"""Then so much time is enough for everybody's timers to be out of step."""
 
 DRAIN_S = 600.0
 """So long after the last arrival what was asked may still be answered."""
@@ -75,7 +84,8 @@ class Simulation:
     def run(self, progress: Progress = lambda share: None) -> Observed:
         """Simulate. Times of outcomes count from the end of joining."""
         self._populate()
-        self._advance(max(self.scenario.up_s, default=SETTLE_S), progress, 0.0)
+        settle_s = KNOWN_SETTLE_S if self._all_known else SETTLE_S
+        self._advance(max(self.scenario.up_s, default=settle_s), progress, 0.0)
         self.world.frames.clear()
         self.world.frame_bytes.clear()
         control_before = list(self.world.frame_bytes_of)
@@ -100,7 +110,7 @@ class Simulation:
         for number in range(self.scenario.agents):
             record = self._record(number)
             machine = self.world.add(record, self._config, site=number % self.scenario.network.sites)
-            if not alone and number:
+            if not alone and number and not self._all_known:
                 up_s = self.scenario.up_s
                 at_s = max(up_s) - up_s[number] if up_s else self._rng.random() * JOIN_SPREAD_S
                 self.world.at(at_s, lambda machine=machine: self.world.join(machine, *self._seeds(machine)))  # type: ignore[misc]
@@ -110,6 +120,14 @@ class Simulation:
         if alone:
             for machine in self.world.nodes:
                 machine.alone = True
+        elif self._all_known:
+            known = KnownMembers((machine.node.me, 0) for machine in self.world.nodes)
+            for machine in self.world.nodes:
+                self.world.handle(machine, MembersKnown(known, introduced=True))
+
+    @property
+    def _all_known(self) -> bool:
+        return self.fabric == "peers" and self.scenario.agents > JOINING_MAX and not self.scenario.up_s
 
     def _record(self, number: int) -> MemberRecord:
         same_host = self.scenario.network.same_host

@@ -24,7 +24,7 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, HeldAnchor, Mis
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.messages import MemberRecord
+from kvcomm_p2p.protocol.messages import MemberRecord, Message
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.sim.block_moves import BlockMoves
 from kvcomm_p2p.sim.links import Links
@@ -43,6 +43,22 @@ REFUSED_S = 0.0002
 
 Observer = Callable[[int, ev.Event, float, list[ev.Effect]], None]
 """Told of every event that a node handled: its number, the event, the time and what it asked for."""
+
+
+class Frame:
+    """An encoded message on its way. Whoever receives it reads the same values, made of the bytes once."""
+
+    __slots__ = ("_event", "bytes")
+
+    def __init__(self, frame: bytes) -> None:
+        self.bytes = frame
+        self._event: ev.MessageReceived | None = None
+
+    def event(self) -> ev.MessageReceived:
+        """What it says, decoded."""
+        if self._event is None:
+            self._event = ev.MessageReceived(*wire.decode(self.bytes))
+        return self._event
 
 
 class World:
@@ -66,6 +82,7 @@ class World:
         self.reports: list[tuple[float, int, ev.ReportPeer]] = []
         self.disturbed: set[NodeId] = set()
         self.steps = 0
+        self._last_frame: tuple[int, Message | None, Frame | None] = (-1, None, None)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._slots = itertools.count(1)
@@ -285,9 +302,9 @@ class World:
         if number is None:
             return
         target = self.nodes[number]
-        frame = wire.encode(machine.node_id, effect.message)
+        frame = self._frame(machine, effect.message)
         name = type(effect.message).__name__
-        size = len(frame) + SEAL_BYTES
+        size = len(frame.bytes) + SEAL_BYTES
         self.frames[name] += 1
         self.frame_bytes[name] += size
         self.frame_bytes_of[machine.number] += size
@@ -299,7 +316,15 @@ class World:
         for delay_s in self.links.delays_s(machine.number, number, size):
             # Frames of one node wait for each other: it has one loop.
             target.free_at = max(target.free_at, self.now + delay_s) + self.hardware.frame_s
-            self.at(target.free_at, self.delivery(target, lambda: ev.MessageReceived(*wire.decode(frame))))
+            self.at(target.free_at, self.delivery(target, frame.event))
+
+    def _frame(self, machine: SimNode, message: Message) -> Frame:
+        """What goes to several peers is encoded once, as a driver may do."""
+        sender, last, frame = self._last_frame
+        if frame is None or last is not message or sender != machine.number:
+            frame = Frame(wire.encode(machine.node_id, message))
+            self._last_frame = machine.number, message, frame
+        return frame
 
     def _finish_fetch(self, machine: SimNode, effect: ev.FinishFetch) -> None:
         then = machine.fetches.pop(effect.fetch_id, None)

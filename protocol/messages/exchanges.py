@@ -25,7 +25,7 @@ BUCKET_HASH_BYTES = 4
 ROW_BYTES = 6
 """Bytes of one origin in a `Dense` digest: max_seq (u32, at most 2 ** 32 - 1) and 16 bits of its state hash."""
 
-ROWS_MAX = 4096
+ROWS_MAX = 16384
 WANTS_MAX = 1024
 DELTAS_MAX = 1024
 
