@@ -128,8 +128,9 @@ class Community:
         return self._deadline
 
     def woke(self, now: float) -> None:
-        """Before anything else at `now`, which may change what there is to wait for: if we come late to what was due, the time between was no time to judge others
-        by (the process was stopped, the machine slept, or others had the processors)."""
+        """Before anything else at `now`, which may change what there is to wait for. If we come late to what was due, the time
+        between was no time to judge others by (the process was stopped, the machine slept, or others had the processors).
+        """
         late_s = now - self.next_deadline()
         self._deadline = None
         if late_s > self._config.probe_timeout_s / 2:

@@ -29,6 +29,8 @@ else:  # pragma: no cover - the same parser under its older name
 
 PRESETS = Path(__file__).parent / "presets"
 AGENTS_MAX = PEERS_MAX_MAX
+"""As many as one node may know."""
+
 NODE_BYTES = 60_000
 PEER_BYTES = 700
 """Memory of a simulated node, and of each peer that it knows (measured, rounded up)."""
