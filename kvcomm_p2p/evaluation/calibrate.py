@@ -17,7 +17,7 @@ from kvcomm_p2p.errors import ConfigError, KVCommError, UsageError
 from kvcomm_p2p.evaluation.calibrate_short import judge_short, measure_short, rows_short
 from kvcomm_p2p.evaluation.cases import LENGTH_MIN, Case, Scenario, cases
 from kvcomm_p2p.evaluation.documents import load_gsm8k
-from kvcomm_p2p.evaluation.encoding import measure_int8, profile_kl
+from kvcomm_p2p.evaluation.encoding import divergence_rows, measure_int8, profile_kl
 from kvcomm_p2p.evaluation.methods import Laboratory, Outcome, plan_of
 from kvcomm_p2p.evaluation.metrics import interval95
 from kvcomm_p2p.evaluation.progress import stepping
@@ -109,9 +109,14 @@ def run(
     samples, wrong = measure(runner, console, prompts=prompts, tokens=tokens)
     profile = judge(samples, wrong, runner.spec.name)
     short = measure_short(runner, console, prompts=prompts, tokens=tokens, problems=problems)
-    profile = replace(profile, short=judge_short(short), int8=profile_kl(measure_int8(runner, prompts, tokens)))
+    int8 = measure_int8(runner, prompts, tokens)
+    profile = replace(profile, short=judge_short(short), int8=profile_kl(int8))
     save_profile(runner.spec.model_id, profile, path)
-    return Result("calibrate", [*rows(samples, wrong, profile), *rows_short(short)], 0)
+    return Result(
+        "calibrate",
+        [*rows(samples, wrong, profile), *rows_short(short), *divergence_rows("wholly as int8", int8, 0)],
+        0,
+    )
 
 
 def profile_path(runner: ModelRunner, cache_dir: Path) -> Path:

@@ -125,10 +125,10 @@ def speed(block: memoryview, layout: KVLayout) -> list[Row]:
 
 def table(whole: Sequence[Divergence], plans: Mapping[str, Sequence[Divergence]], seed: int) -> list[Row]:
     """What the answers lost."""
-    rows = _divergence("wholly as int8", whole, seed)
+    rows = divergence_rows("wholly as int8", whole, seed)
     for name, each in plans.items():
         if each:
-            rows += _divergence(f"{SCENARIO.value}: the same plan, {name}", each, seed)
+            rows += divergence_rows(f"{SCENARIO.value}: the same plan, {name}", each, seed)
     added = [int8.kl_mean - raw.kl_mean for raw, int8 in zip(plans["raw"], plans["int8"], strict=True)]
     if added:
         interval = interval95(added, _mean, seed)
@@ -143,7 +143,8 @@ def profile_kl(divergences: Sequence[Divergence]) -> float:
     return round(_mean([each.kl_mean for each in divergences]), 6)
 
 
-def _divergence(case: str, divergences: Sequence[Divergence], seed: int) -> list[Row]:
+def divergence_rows(case: str, divergences: Sequence[Divergence], seed: int) -> list[Row]:
+    """KL and most likely tokens, over prompts."""
     kl = [each.kl_mean for each in divergences]
     top1 = [each.top1 for each in divergences]
     n = len(kl)

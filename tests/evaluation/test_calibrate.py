@@ -202,7 +202,8 @@ def test_a_profile_is_written_where_nodes_find_it(
     result = calibrate.run(model=word_runner, prompts=3, tokens=5)
     model_id = word_runner.spec.model_id
     found = load_profile(model_id, [tmp_path / "profiles"])
-    assert found == judge(measured({Scenario.ROLE: 0.02}, 9), WRONG, word_runner.spec.name)
+    assert found is not None and found.int8 is not None and 0 < found.int8 < 0.01
+    assert replace(found, int8=None) == judge(measured({Scenario.ROLE: 0.02}, 9), WRONG, word_runner.spec.name)
     assert profile_path(word_runner, tmp_path).is_file()
     assert json.loads(result.to_json())["command"] == "calibrate"
     calibrate.run(model=word_runner, save_to=tmp_path / "new" / "mine.json", prompts=3, tokens=5)
