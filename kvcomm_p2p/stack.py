@@ -331,7 +331,9 @@ def build_stack(
         curve=curve_keys(gate),
     )
     store = BlockStore(SharedMemory() if host else None)
-    driver = Driver(make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir, life=life, layout=layout)
+    driver = Driver(
+        make_node, transport, store, keys, gate=gate, state_dir=settings.state_dir, life=life, layout=layout
+    )
     try:
         stack = AgentStack(name, runner, settings, driver, store, keys.content)
     except BaseException:

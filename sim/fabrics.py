@@ -262,7 +262,9 @@ class PeerFabric:
                 continue
             handles = tuple(self._world.new_handle(self._machine) for _ in range(meta.blocks))
             digests = tuple(digest_of(meta.anchor_id, index) for index in range(meta.blocks))
-            self._world.publish(self._machine, (HeldAnchor(meta, segment.token_ids, handles, digests, segment.landmarks),))
+            self._world.publish(
+                self._machine, (HeldAnchor(meta, segment.token_ids, handles, digests, segment.landmarks),)
+            )
 
     def forget(self, anchor_ids: Sequence[AnchorId]) -> None:
         self._world.handle(self._machine, ev.AnchorsForgotten(tuple(anchor_ids)))

@@ -47,7 +47,11 @@ def repair_costs(runner: ModelRunner, costs: Costs, repeats: int, seed: int) -> 
     for head, tail in REPAIRS:
         middle = (REPAIRED_TOKENS - tail) // 2
         positions = np.concatenate(
-            [np.arange(80, 80 + head), np.arange(middle, middle + head), np.arange(REPAIRED_TOKENS - tail, REPAIRED_TOKENS)]
+            [
+                np.arange(80, 80 + head),
+                np.arange(middle, middle + head),
+                np.arange(REPAIRED_TOKENS - tail, REPAIRED_TOKENS),
+            ]
         )
         seconds = _timed(lambda positions=positions: runner.recompute(ids, positions, cache), repeats)  # type: ignore[misc]
         more.append((len(positions), seconds - forward_s(costs, len(positions), float((positions + 1).sum()))))

@@ -26,7 +26,13 @@ class Worker:
     """One agent process. A context manager: the process has ended when the context has, frozen or not."""
 
     def __init__(
-        self, name: str, model: str, join: Sequence[str] = (), *, cluster: str, settings: Mapping[str, str] | None = None
+        self,
+        name: str,
+        model: str,
+        join: Sequence[str] = (),
+        *,
+        cluster: str,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """Starts the process; `wait_ready` says when it can be asked. Workers of different clusters never meet. `settings`: more
         of them, as environment variables."""
