@@ -36,6 +36,7 @@ def write_table(measured: MeasuredCosts, path: Path) -> None:
         repair_s=measured.repair_s,
         repair_token_s=measured.repair_token_s,
         check_bytes_per_s=measured.check_bytes_per_s,
+        publish_bytes_per_s=measured.publish_bytes_per_s,
         foresee_token_s=measured.foresee_token_s,
         layers=spec.layout.layers,
         kv_heads=spec.layout.kv_heads,

@@ -262,10 +262,13 @@ class SimAgent:
         needed = {BlockKey(meta.anchor_id, i) for span in plan.spans for meta, i in blocks_needed(span)}
         self._fabric.keep(fetched, needed)
         segments = self._cut(prompt, plan, variant, marks)
-        self._share(segments, variant, None)
+        published_at = self._fabric.now
+        yield from self._share(segments, variant, None)
         held = [segment.meta for segment in segments if self._fabric.held(segment.meta.anchor_id) is not None]
         self._supersede(superseded(plan, held))
-        yield self._fabric.sleep(len(answer) * self._table.decode_token_s)
+        # The answer is decoded meanwhile.
+        published_s = self._fabric.now - published_at
+        yield self._fabric.sleep(max(0.0, len(answer) * self._table.decode_token_s - published_s))
         last = segments[-1].meta
         whole = np.concatenate((prompt, answer))[:-1]  # the last token of an answer has no row yet
         if len(whole) <= last.end:
@@ -273,7 +276,7 @@ class SimAgent:
         before = segments[-2].meta if len(segments) > 1 else None
         marks = (*marks, *content_marks(whole, [(len(prompt), len(whole))], CONTENT_KEY))
         longer = self._cut(whole, plan, variant, marks, last)
-        self._share(longer, variant, before)
+        yield from self._share(longer, variant, before)
         replaced = last.anchor_id not in {segment.meta.anchor_id for segment in longer}
         if replaced and self._fabric.held(longer[0].meta.anchor_id) is not None:
             self._supersede([last.anchor_id])
@@ -317,10 +320,14 @@ class SimAgent:
             marks=marks,
         )
 
-    def _share(self, segments: list[Segment], variant: bytes, before: AnchorMeta | None) -> None:
+    def _share(self, segments: list[Segment], variant: bytes, before: AnchorMeta | None) -> Process[None]:
+        """Copy, hash and publish what is not held yet, first to last."""
         self._lineage.add([segment.meta for segment in segments], variant, None if before is None else before.anchor_id)
         first = segments[0]
         if first.meta.start == 0 and first.meta.tokens >= BLOCK_TOKENS:
             (chain,) = chain_hashes(first.token_ids[:BLOCK_TOKENS], CONTENT_KEY, self._rules.model_id)
             self._lineage.begin(chain, first.meta.anchor_id)
-        self._fabric.publish(segments)
+        for segment in segments:
+            if self._fabric.held(segment.meta.anchor_id) is None:
+                yield self._fabric.sleep(segment.meta.kv_bytes / self._table.publish_bytes_per_s)
+            self._fabric.publish([segment])

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1024 * 1024
 """Blocks travel in pieces of this size: small enough that an interface is shared fairly."""
 
-SHARED_DESCRIPTOR = 40
-"""Numbers of open files are about this large in a real process; only their length on the wire matters."""
+SHARED_DESCRIPTOR, FIRST_PID, FIRST_FILE = 40, 100_000, 100_000
+"""Numbers of open files, processes and inodes are about this large on a real machine; only their length on the wire matters."""
+
+SHARED_PLACES = 500
+"""Blocks stand behind each other in shared memory."""
 
 
 class BlockMoves:
@@ -42,7 +45,9 @@ class BlockMoves:
             world.post(0.0, world.delivery(machine, lambda: unavailable))
             return
         if effect.shared:
-            place = SharedBlock(effect.ordinal, SHARED_DESCRIPTOR, machine.number + 1, 0, effect.kv_bytes)
+            offset = effect.handle.slot % SHARED_PLACES * effect.kv_bytes
+            file_id = FIRST_FILE + machine.number
+            place = SharedBlock(effect.ordinal, SHARED_DESCRIPTOR, file_id, offset, effect.kv_bytes)
             machine.offers.append((effect.to, effect.pull_id, place))
             world.payload_bytes_of[machine.number] += effect.kv_bytes
             return
@@ -67,7 +72,7 @@ class BlockMoves:
         for (peer, pull_id), group in itertools.groupby(offers, key=lambda offer: offer[:2]):
             blocks = [block for _, _, block in group]
             for at in range(0, len(blocks), PULL_BLOCKS_MAX):
-                told = SharedBlocks(pull_id, machine.number + 1, tuple(blocks[at : at + PULL_BLOCKS_MAX]))
+                told = SharedBlocks(pull_id, FIRST_PID + machine.number, tuple(blocks[at : at + PULL_BLOCKS_MAX]))
                 self._world.send(machine, ev.SendMessage(peer, "", told, ev.Plane.BULK_REPLY))
 
     def _chunk(self, machine: SimNode, header: Chunk, handle: BlockHandle) -> Callable[[], ev.Event]:
@@ -107,7 +112,7 @@ class BlockMoves:
 
     def adopt(self, machine: SimNode, effect: ev.AdoptShared) -> None:
         """Of a block that stands in shared memory."""
-        holder = self._world.nodes[effect.source.file_id - 1]
+        holder = self._world.nodes[effect.source.file_id - FIRST_FILE]
         self._hash(machine, effect.handle, effect.kv_bytes, holder.up and not holder.spoils)
 
     def _hash(self, machine: SimNode, handle: BlockHandle, size: int, ok: bool) -> None:

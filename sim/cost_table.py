@@ -23,8 +23,9 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     not consecutive, repair_s + R * repair_token_s more. `find_s` and `plan_s` are what looking up and planning a prompt of
     1,000 tokens take of the processor, waiting for peers not counted; `request_s` and, per token, `request_token_s` what a
     request takes beside that: tokenizing, crossing threads, keeping account. `check_bytes_per_s`: checks of pulled blocks
-    beside their digests; `foresee_token_s`: predicting how wrong a reused token is. `frame_s` is what taking in one control
-    frame and answering it takes. `decode_token_s`: one more token of an answer.
+    beside their digests; `publish_bytes_per_s`: copying and hashing rows for others; `foresee_token_s`: predicting how wrong a
+    reused token is. `frame_s` is what taking in one control frame and answering it takes. `decode_token_s`: one more token of
+    an answer.
     `origin`: "measured", "published" (`source` names where) or "written" (somebody's estimate).
     """
 
@@ -47,6 +48,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     repair_s: float
     repair_token_s: float
     check_bytes_per_s: float
+    publish_bytes_per_s: float
     foresee_token_s: float
     layers: int
     kv_heads: int
@@ -99,6 +101,7 @@ _POSITIVE = (
     "plan_s",
     "frame_s",
     "check_bytes_per_s",
+    "publish_bytes_per_s",
     "layers",
     "kv_heads",
     "key_dim",

@@ -20,7 +20,13 @@ import numpy as np
 
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.evaluation.progress import stepping
-from kvcomm_p2p.evaluation.request_costs import checks_bytes_per_s, foresee_token_s, repair_costs, request_costs
+from kvcomm_p2p.evaluation.request_costs import (
+    checks_bytes_per_s,
+    foresee_token_s,
+    publish_bytes_per_s,
+    repair_costs,
+    request_costs,
+)
 from kvcomm_p2p.evaluation.results import Result, Row
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
@@ -73,6 +79,7 @@ class MeasuredCosts:
     repair_s: float
     repair_token_s: float
     check_bytes_per_s: float
+    publish_bytes_per_s: float
     foresee_token_s: float
     request_s: float
     request_token_s: float
@@ -106,12 +113,13 @@ def measure_costs(
         costs = _fitted(runner.spec, samples, aligned_bytes, align_seconds)
         repair = repair_costs(runner, costs, repeats, seed)
         step("repairs")
-        check, foresee_s = checks_bytes_per_s(runner, repeats, seed), foresee_token_s(runner, repeats, seed)
+        check, publish = checks_bytes_per_s(runner, repeats, seed), publish_bytes_per_s(runner, repeats, seed)
+        foresee_s = foresee_token_s(runner, repeats, seed)
         step("checks")
         request = request_costs(runner, costs, repeats)
         step("requests")
     measured = MeasuredCosts(
-        runner.spec, costs, digest, decode_s, find_s, plan_s, frame_s, *repair, check, foresee_s, *request
+        runner.spec, costs, digest, decode_s, find_s, plan_s, frame_s, *repair, check, publish, foresee_s, *request
     )
     return measured, Result("bench costs", _rows(measured, samples, repeats), seed)
 
@@ -151,6 +159,7 @@ def _rows(measured: MeasuredCosts, samples: list[tuple[int, int, float]], repeat
         ("a forward of scattered tokens, more", measured.repair_s, "s"),
         ("each scattered token, more", measured.repair_token_s, "s"),
         ("checks of pulled blocks", measured.check_bytes_per_s / 1e6, "MB/s"),
+        ("copying and hashing for others", measured.publish_bytes_per_s / 1e6, "MB/s"),
         ("predicting a reused token's deviation", measured.foresee_token_s, "s"),
         ("a request beside all that", measured.request_s, "s"),
         ("each of its tokens", measured.request_token_s, "s"),

@@ -18,7 +18,9 @@ from kvcomm_p2p.evaluation.workers import private_cluster
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.net.shared_memory import SharedMemory
 from kvcomm_p2p.planning.costs import forward_s
+from kvcomm_p2p.planning.segments import cut_anchors
 from kvcomm_p2p.planning.types import Costs
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey
 from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId
@@ -26,7 +28,9 @@ from kvcomm_p2p.reuse.blocks import copy_block
 from kvcomm_p2p.reuse.checks import PulledBlock, layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_features import RunFeatures, features
+from kvcomm_p2p.reuse.publish import copy_anchor
 from kvcomm_p2p.settings import Settings
+from kvcomm_p2p.store import BlockStore
 
 REPAIRED_TOKENS = 1000
 REPAIRS = ((16, 60), (60, 200), (100, 400))
@@ -34,6 +38,7 @@ REPAIRS = ((16, 60), (60, 200), (100, 400))
 
 CHECKED_BLOCKS = 16
 FORESEEN_TOKENS = 400
+PUBLISHED_TOKENS = 512
 REQUESTS_CHARACTERS = (200, 1500, 4000)
 
 
@@ -82,6 +87,26 @@ def checks_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
         layer0_mismatches(runner, blocks)
 
     return sum(block.data.nbytes for block in blocks) / _timed(check, repeats)
+
+
+def publish_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
+    """Bytes of rows that are copied out of a cache, into memory that others can read, and hashed per second."""
+    ids = np.random.default_rng(seed).integers(0, 2**15, PUBLISHED_TOKENS, dtype=np.uint32)
+    cache = runner.new_cache(PUBLISHED_TOKENS)
+    assert isinstance(cache, KVCache)
+    runner.prefill(np.random.default_rng(seed).integers(0, runner.vocabulary_size, PUBLISHED_TOKENS), cache)
+    spec = runner.spec
+    (segment,) = cut_anchors(
+        ids, hops=[(0, 0)], visibility=(), model_id=spec.model_id, layout=spec.layout, key=bytes(32)
+    )
+    store = BlockStore(SharedMemory())
+
+    def publish() -> None:
+        blocks, _ = copy_anchor(cache, segment.meta, store)
+        for handle in blocks.put():
+            store.drop(handle)
+
+    return segment.meta.kv_bytes / _timed(publish, repeats)
 
 
 def foresee_token_s(runner: ModelRunner, repeats: int, seed: int) -> float:

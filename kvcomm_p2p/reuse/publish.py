@@ -192,7 +192,7 @@ class Publisher:
             if held is not None and stricter(held.meta, segment.meta) == held.meta:
                 await self._driver.touch([segment.meta.anchor_id])
                 continue
-            blocks, digests = await self._run(partial(_copy_anchor, cache, segment.meta, self._store))
+            blocks, digests = await self._run(partial(copy_anchor, cache, segment.meta, self._store))
             anchor = HeldAnchor(segment.meta, segment.token_ids, blocks.put(), digests, segment.landmarks)
             await self._driver.publish([anchor])
 
@@ -252,7 +252,7 @@ def filled_marks(plan: Plan, visibility: Sequence[VisibilityMark]) -> list[Visib
     return sorted([*told, *donated], key=lambda mark: mark.start)
 
 
-def _copy_anchor(cache: KVCache, meta: AnchorMeta, store: BlockStore) -> tuple[Composition, tuple[bytes, ...]]:
+def copy_anchor(cache: KVCache, meta: AnchorMeta, store: BlockStore) -> tuple[Composition, tuple[bytes, ...]]:
     """The finished blocks of an anchor and the SHA-256 of each, from the slab that holds its rows."""
     sizes = [meta.block_bytes(index) for index in range(meta.blocks)]
     blocks = store.compose(sizes, shared=meta.visibility is not Visibility.PRIVATE)
