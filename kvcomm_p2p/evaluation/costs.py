@@ -21,7 +21,9 @@ import numpy as np
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.evaluation.progress import stepping
 from kvcomm_p2p.evaluation.request_costs import (
+    KEY,
     checks_bytes_per_s,
+    donor_of,
     foresee_token_s,
     publish_bytes_per_s,
     repair_costs,
@@ -35,13 +37,12 @@ from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.planning.chains import chain_hashes
 from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.planning.plan import make_plan
-from kvcomm_p2p.planning.segments import cut_anchors
-from kvcomm_p2p.planning.types import Costs, Donor, Mode, ReuseRules, Span, SpanKind
+from kvcomm_p2p.planning.types import Costs, Mode, ReuseRules, Span, SpanKind
 from kvcomm_p2p.planning.winnow import fingerprints
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import MessageReceived
-from kvcomm_p2p.protocol.ids import MODEL_ID_BYTES, NODE_ID_BYTES, ModelId, NodeId, SequenceId
+from kvcomm_p2p.protocol.ids import MODEL_ID_BYTES, ModelId, NodeId
 from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, Hello, MemberRecord
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.wire import decode, encode
@@ -61,7 +62,6 @@ PLANNED_TOKENS = 1000
 FRAMES = 2000
 DECODED_BEHIND = 512
 ANSWER_ROWS = 32
-KEY = b"costs".ljust(32, b".")
 MODEL = ModelId(bytes(MODEL_ID_BYTES))
 
 
@@ -203,7 +203,7 @@ def _align(runner: ModelRunner, repeats: int, seed: int) -> tuple[int, float]:
     assert isinstance(source, KVCache)
     ids = _ids(runner, ALIGNED_TOKENS, seed)
     runner.prefill(ids, source)
-    donor = _donor(spec, ids.astype(np.uint32))
+    donor = donor_of(spec, ids.astype(np.uint32))
     blocks = {
         BlockKey(anchor.anchor_id, index): copy_block(source, at, at + anchor.block_tokens(index))
         for anchor in donor.anchors
@@ -217,12 +217,6 @@ def _align(runner: ModelRunner, repeats: int, seed: int) -> tuple[int, float]:
     target.reserve(shift + ALIGNED_TOKENS)
     seconds = _timed(lambda: Aligner(target, [span], spec.rotary).put(blocks), repeats)
     return ALIGNED_TOKENS * spec.layout.token_bytes, seconds
-
-
-def _donor(spec: ModelSpec, ids: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> Donor:
-    segments = cut_anchors(ids, hops=[(0, 0)], visibility=(), model_id=spec.model_id, layout=spec.layout, key=KEY)
-    anchors = tuple(segment.meta for segment in segments)
-    return Donor(NodeId(bytes(NODE_ID_BYTES)), False, SequenceId(bytes(8)), 0, ids, anchors)
 
 
 def _digest_bytes_per_s(runner: ModelRunner, repeats: int) -> float:
@@ -240,7 +234,7 @@ def _decode_s(runner: ModelRunner, repeats: int, seed: int) -> float:
 def _find_and_plan_s(spec: ModelSpec, repeats: int, seed: int) -> tuple[float, float]:
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, 2**15, PLANNED_TOKENS, dtype=np.uint32)
-    donor = _donor(spec, np.concatenate((rng.integers(0, 2**15, 80, dtype=np.uint32), shared)))
+    donor = donor_of(spec, np.concatenate((rng.integers(0, 2**15, 80, dtype=np.uint32), shared)))
     prompt = np.concatenate((rng.integers(0, 2**15, 90, dtype=np.uint32), shared, shared[:30]))
     costs = Costs(1e-2, 1e-3, 1e-7, 1e-3, 1e9, 1e9, spec.layout.token_bytes)
     rules = ReuseRules(approximate=True, reason="")

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.evaluation.documents import topic_text
@@ -18,47 +20,65 @@ from kvcomm_p2p.evaluation.workers import private_cluster
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.model.runner import ModelRunner
+from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.shared_memory import SharedMemory
 from kvcomm_p2p.planning.costs import forward_s
+from kvcomm_p2p.planning.plan import make_plan
 from kvcomm_p2p.planning.segments import cut_anchors
-from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.planning.spans import recompute_positions
+from kvcomm_p2p.planning.types import Costs, Donor, Mode, Plan, ReuseRules
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey
-from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId
+from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, NODE_ID_BYTES, AnchorId, NodeId, SequenceId
 from kvcomm_p2p.reuse.blocks import copy_block
 from kvcomm_p2p.reuse.checks import PulledBlock, layer0_mismatches, not_finite
+from kvcomm_p2p.reuse.guard import RepairWatch
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_features import RunFeatures, features
 from kvcomm_p2p.reuse.publish import copy_anchor
+from kvcomm_p2p.reuse.rules import GUARD_PROBES
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.store import BlockStore
 
-REPAIRED_TOKENS = 1000
-REPAIRS = ((16, 60), (60, 200), (100, 400))
-"""(head of each of two runs, end of the prompt) in tokens that are recomputed; everything between stands."""
+KEY = b"costs".ljust(32, b".")
+REPAIRED_TOKENS = 700
+REPAIRED_TAILS = (40, 200, 500)
+"""Tokens of the repaired run, and behind it."""
+
+FREE = Costs(1e-2, 1e-3, 1e-7, 1e-6, 1e12, 1e12, 1)
+"""Reusing costs nothing: whatever can be is."""
 
 CHECKED_BLOCKS = 16
 FORESEEN_TOKENS = 400
 PUBLISHED_TOKENS = 512
 REQUESTS_CHARACTERS = (200, 1500, 4000)
 
+Rows = npt.NDArray[np.int64]
+
 
 def repair_costs(runner: ModelRunner, costs: Costs, repeats: int, seed: int) -> tuple[float, float]:
-    """Seconds that a forward over scattered tokens takes more than one over consecutive ones: in all, and per token."""
-    ids = np.random.default_rng(seed).integers(0, runner.vocabulary_size, REPAIRED_TOKENS)
-    cache = runner.new_cache(REPAIRED_TOKENS)
-    assert isinstance(cache, KVCache)
-    runner.prefill(ids, cache)
+    """Seconds that a forward over scattered tokens, watched by the guard, takes more than one over consecutive ones: in all,
+    and per token."""
+    rng = np.random.default_rng(seed)
+    rules = ReuseRules(approximate=True, reason="", kl_target=1.0, kl_max=2.0, guard_probes=GUARD_PROBES)
+    vocabulary, layers = runner.vocabulary_size, runner.spec.layout.layers
     more: list[tuple[int, float]] = []
-    for head, tail in REPAIRS:
-        middle = (REPAIRED_TOKENS - tail) // 2
-        positions = np.concatenate(
-            [
-                np.arange(80, 80 + head),
-                np.arange(middle, middle + head),
-                np.arange(REPAIRED_TOKENS - tail, REPAIRED_TOKENS),
-            ]
-        )
-        seconds = _timed(lambda positions=positions: runner.recompute(ids, positions, cache), repeats)  # type: ignore[misc]
+    for tail in REPAIRED_TAILS:
+        shared = rng.integers(0, vocabulary, REPAIRED_TOKENS, dtype=np.uint32)
+        donor = donor_of(runner.spec, np.concatenate((rng.integers(0, vocabulary, 80, dtype=np.uint32), shared)))
+        own = (rng.integers(0, vocabulary, count, dtype=np.uint32) for count in (90, tail))
+        prompt = np.concatenate((next(own), shared, next(own)))
+        plan = make_plan(prompt, [donor], Mode.BALANCED, rules, FREE, key=KEY)
+        positions, ids = recompute_positions(plan), prompt.astype(np.int64)
+        cache = runner.new_cache(len(ids))
+        assert isinstance(cache, KVCache)
+        runner.prefill(ids, cache)
+
+        def repair(
+            plan: Plan = plan, positions: Rows = positions, ids: Rows = ids, cache: KVCache = cache
+        ) -> torch.Tensor:
+            return runner.recompute(ids, positions, cache, repair=RepairWatch(plan, 0, layers))
+
+        seconds = _timed(repair, repeats)
         more.append((len(positions), seconds - forward_s(costs, len(positions), float((positions + 1).sum()))))
     return _line(more)
 
@@ -149,6 +169,13 @@ async def _request_costs(runner: ModelRunner, costs: Costs, repeats: int) -> tup
                     if number:
                         samples.append((report.prompt_tokens, rest))
     return _line(samples)
+
+
+def donor_of(spec: ModelSpec, ids: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> Donor:
+    """A sequence of a peer, with these token ids."""
+    segments = cut_anchors(ids, hops=[(0, 0)], visibility=(), model_id=spec.model_id, layout=spec.layout, key=KEY)
+    anchors = tuple(segment.meta for segment in segments)
+    return Donor(NodeId(bytes(NODE_ID_BYTES)), False, SequenceId(bytes(8)), 0, ids, anchors)
 
 
 def _line(samples: list[tuple[int, float]]) -> tuple[float, float]:
