@@ -300,7 +300,6 @@ def build_stack(
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
     host = host_tag(keys.content) if settings.shared_memory else b""
     layout = wire_layout(spec, settings)
-
     recorder = make_recorder(settings, name, node_id)
     before: dict[str, Any] = {"incarnation": life.incarnation, "addresses": life.addresses}
 
@@ -316,12 +315,11 @@ def build_stack(
             host=host,
             capabilities=(Capability.SHARED_MEMORY if host else 0) | (Capability.INT8 if layout else 0),
         )
-        me = life.sign(me)
         config = replace(settings.node_config(), erasing_key=keys.erasing)
         rng = random.Random(os.urandom(16))  # whom we ask next is nobody's guess
         if recorder is not None:
-            return RecordedNode(config, me=me, rng=rng, now=now, recorder=recorder, **before)
-        return Node(config, me=me, rng=rng, now=now, **before)
+            return RecordedNode(config, me=life.sign(me), rng=rng, now=now, recorder=recorder, **before)
+        return Node(config, me=life.sign(me), rng=rng, now=now, **before)
 
     transport = ZmqTransport(
         bind_host=settings.bind_host,
