@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -243,7 +243,7 @@ def _run(chosen: Scenario) -> Study:
 
     rules = rules_of(chosen)
     with _progress() as bar:
-        tasks = {fabric: bar.add_task(NAMES[fabric], total=1.0) for fabric in chosen.fabrics}
+        tasks: dict[str, Any] = {fabric: bar.add_task(NAMES[fabric], total=1.0) for fabric in chosen.fabrics}
         return run_study(
             chosen,
             rules,
@@ -370,7 +370,7 @@ def _print_sweep(runs: list[dict[str, Any]]) -> None:
     _print_table(("run", "fabric", "first token p50", "p99", "not recomputed", "control per node"), lines)
 
 
-def _print_table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> None:
+def _print_table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> None:
     from rich.table import Table
 
     table = Table(*head)

@@ -18,7 +18,7 @@ from kvcomm_p2p.sim.study import NAMES
 
 COLOURS = {"none": "#7f7f7f", "own": "#e0a030", "central": "#c0392b", "peers": "#2471a3"}
 INK = "#333333"
-STYLE = {
+STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -143,7 +143,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             chosen["tasks_per_s"] = self.agents * each
         if kind == "graph":
             graph = make_graph(str(chosen.pop("graph", "full")), self.agents, self.seed)
-            return _build(workloads.Graph, {"graph": graph, **chosen}, "workload")
+            walked: workloads.Workload = _build(workloads.Graph, {"graph": graph, **chosen}, "workload")
+            return walked
         if kind == "recorded":
             path = chosen.pop("path", None)
             if not isinstance(path, str) or chosen:
@@ -159,7 +160,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Settings of all nodes. Raises ConfigError."""
         peers_max = max(16, min(2 * self.agents, PEERS_MAX_MAX))
         chosen = {"pool_bytes_max": self.pool_bytes, "peers_max": peers_max, **self.protocol}
-        return _build(NodeConfig, chosen, "protocol")
+        config: NodeConfig = _build(NodeConfig, chosen, "protocol")
+        return config
 
     def memory_bytes(self) -> int:
         """About what the simulation needs, before it starts."""

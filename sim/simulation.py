@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.planning.costs import first_costs
@@ -200,12 +201,13 @@ class Simulation:
         answered = [Promise[None]() for _ in task.steps]
         for number, step in enumerate(task.steps):
             before = gather([answered[earlier] for earlier in step.after])
-            before.then(
-                lambda _, number=number, step=step: spawn(  # type: ignore[misc]
-                    self._step(number, step, outputs, answered[number])
-                )
-            )
+            before.then(partial(self._begin_step, number, step, outputs, answered[number]))
         gather(answered).then(lambda _: promise.resolve(None))
+
+    def _begin_step(
+        self, number: int, step: Step, outputs: dict[int, str], answered: Promise[None], before: list[None]
+    ) -> None:
+        spawn(self._step(number, step, outputs, answered))
 
     def _step(self, number: int, step: Step, outputs: dict[int, str], answered: Promise[None]) -> Process[None]:
         prompt = prompt_of(step, outputs)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvcomm_p2p.protocol.ids import NODE_ID_BYTES
 from kvcomm_p2p.protocol.messages.fields import (
     CLUSTER_ID_BYTES,
     GROUPS_MAX,
     HOST_TAG_BYTES,
     MEMBERS_PER_MESSAGE_MAX,
-    NODE_ID_BYTES,
     PROTOCOL_VERSION,
     PUBLIC_KEY_BYTES,
     RUMOURS_MAX,

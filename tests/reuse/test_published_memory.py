@@ -13,7 +13,7 @@ from kvcomm_p2p.net.shared_memory import SharedMemory
 from kvcomm_p2p.protocol.anchors import AnchorMeta, KVLayout, Visibility
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, SequenceId
 from kvcomm_p2p.reuse.blocks import block_tensors
-from kvcomm_p2p.reuse.publish import _copy_anchor
+from kvcomm_p2p.reuse.publish import copy_anchor
 from kvcomm_p2p.store import BlockStore
 
 LAYOUT = KVLayout(4, 2, 32, 32, "float32")
@@ -45,7 +45,7 @@ def test_private_anchors_are_never_in_shared_memory(visibility: Visibility, shar
     cache.keys.normal_()
     cache.values.normal_()
     store = BlockStore(SharedMemory() if shares else None)
-    blocks, digests = _copy_anchor(cache, anchor(visibility), store)
+    blocks, digests = copy_anchor(cache, anchor(visibility), store)
     handles = blocks.put()
     shared = [store.place(handle) is not None for handle in handles]
     assert shared == [shares and visibility is not Visibility.PRIVATE] * 3
@@ -70,6 +70,6 @@ def test_a_copy_that_fails_in_the_middle_leaves_no_descriptor() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     short = KVCache(LAYOUT, 60)
     with pytest.raises((RuntimeError, ValueError)):
-        _copy_anchor(short, anchor(Visibility.PUBLIC), store)
+        copy_anchor(short, anchor(Visibility.PUBLIC), store)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert (len(store), store.held_bytes) == (0, 0)
