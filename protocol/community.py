@@ -23,7 +23,8 @@ from kvcomm_p2p.protocol.gossip import Replicas
 from kvcomm_p2p.protocol.health import LocalHealth
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.joining import Joining
-from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange
+from kvcomm_p2p.protocol.member_table import Peer
+from kvcomm_p2p.protocol.membership import Membership, PeerChange
 from kvcomm_p2p.protocol.messages import (
     PROTOCOL_VERSION,
     Bye,

@@ -24,7 +24,8 @@ from kvcomm_p2p.protocol.erasure_names import key_words
 from kvcomm_p2p.protocol.events import Effect, EraseRequested, ReportErased, SendMessage
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId, SequenceId
 from kvcomm_p2p.protocol.kgrams import U64, TokenIds, kgram_hashes
-from kvcomm_p2p.protocol.membership import Membership, Peer
+from kvcomm_p2p.protocol.member_table import Peer
+from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
     ERASURE_S,
     ERASURES_PER_MESSAGE_MAX,

@@ -18,7 +18,8 @@ from kvcomm_p2p.protocol.events import Effect, SendMessage
 from kvcomm_p2p.protocol.gossip import Have, LogChange, Replicas, Verdict
 from kvcomm_p2p.protocol.heads import Heads
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange
+from kvcomm_p2p.protocol.member_table import Peer
+from kvcomm_p2p.protocol.membership import Membership, PeerChange
 from kvcomm_p2p.protocol.messages import (
     COUNTER_MAX,
     WANTS_MAX,

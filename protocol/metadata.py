@@ -14,7 +14,8 @@ from kvcomm_p2p.protocol.events import Effect, Event, HeadSigned, HeadVerified, 
 from kvcomm_p2p.protocol.exchange import Exchange
 from kvcomm_p2p.protocol.gossip import LogChange, Replicas, Verdict
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
-from kvcomm_p2p.protocol.membership import Membership, Peer
+from kvcomm_p2p.protocol.member_table import Peer
+from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import Ack
 from kvcomm_p2p.protocol.news import NEWS_FANOUT
 from kvcomm_p2p.protocol.penalties import PenaltyBox

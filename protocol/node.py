@@ -36,7 +36,7 @@ from kvcomm_p2p.protocol.events import (
 from kvcomm_p2p.protocol.flights import PullViolation
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.membership import Peer
+from kvcomm_p2p.protocol.member_table import Peer
 from kvcomm_p2p.protocol.messages import (
     Bye,
     CancelPull,

@@ -12,7 +12,8 @@ from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import Effect, SendMessage
 from kvcomm_p2p.protocol.health import LocalHealth
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.membership import Membership, Peer, PeerChange
+from kvcomm_p2p.protocol.member_table import Peer
+from kvcomm_p2p.protocol.membership import Membership, PeerChange
 from kvcomm_p2p.protocol.messages import Message, NoPong, Ping, PingRequest, Pong, Rumour
 
 HELPERS = 3

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from kvcomm_p2p.protocol.events import Effect, FinishLookup, LookupRequested, Se
 from kvcomm_p2p.protocol.ids import ChainHash, NodeId
 from kvcomm_p2p.protocol.index_mode import INDEX_ROW_BYTES, LOG_ENTRY_BYTES, SETTLE_S, IndexMode, everybodys
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
-from kvcomm_p2p.protocol.membership import Peer
+from kvcomm_p2p.protocol.member_table import Peer
 from kvcomm_p2p.protocol.messages import (
     ANSWER_ROWS_MAX,
     Message,
@@ -81,7 +81,7 @@ class Shards:
         self.registry = Registry(me, config, self._members)
         self.lookups = ShardLookups(me, self._members, penalties, rng, self.local, self._send, config.lookup_timeout_s)
         self._registrar: Registrar | None = None
-        self._seen: tuple[Peer, ...] = ()
+        self._seen: Sequence[Peer] = ()
         self._epochs: dict[NodeId, int] = {}
         self._table: OwnerTable | None = None
         self._owned = np.zeros(SHARDS, np.bool_)

@@ -10,7 +10,8 @@ from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import Effect, SendMessage
 from kvcomm_p2p.protocol.gossip import Cut, Have, Replicas
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.membership import Membership, Peer
+from kvcomm_p2p.protocol.member_table import Peer
+from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import COUNTER_MAX, Ack, DigestEntry, OriginDelta
 
 PUSH_BYTES_MAX = 16 * 1024
