@@ -96,9 +96,18 @@ def draw_sweep(name: str, key: str, runs: Sequence[Mapping[str, Any]], metric: s
             low, high = [min(by_value[x]) for x in xs], [max(by_value[x]) for x in xs]
             axes.fill_between(xs, low, high, color=COLOURS[fabric], alpha=0.15, linewidth=0)
         axes.set(title=f"{name}: {metric.replace('_', ' ')}", xlabel=key, ylabel=unit)
+        values = sorted({float(run["changes"][key]) for run in runs})
         if _spreads(key, runs):
             axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.minorticks_off()
+        seen = [
+            value for by_value in _grouped(key, runs, metric).values() for each in by_value.values() for value in each
+        ]
+        if max(seen) > 10 * min(seen) > 0:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
         return _save(figure, folder / f"{name}-{metric}-by-{key.replace('.', '-')}.png")
 
