@@ -47,6 +47,9 @@ DENSE_MEMBERS_MAX = 96
 SPREAD_ENTRIES_MIN = 64
 """Who lacks more of a log than this asks its writer, so that what a newcomer needs comes from all at once."""
 
+QUESTION_BYTES = 45
+"""Of one log that is asked for. Who lacks so many that all rows are shorter tells its rows instead, and gets what it lacks."""
+
 RENEWAL_S = 10.0
 """Seconds between two epochs that this node enters because others claim to know more of its log than it wrote."""
 
@@ -180,10 +183,15 @@ class Exchange:
                 behind.append((origin, Have(log.epoch, seq, log.gc_floor)))
             else:
                 unsaid = True
-        effects, left_over = self.supply.push(peer, behind, now)
-        if (unsaid or left_over) and not message.answer:
+        asked = message.answer and all(
+            states.seq_of(origin) - have.max_seq < SPREAD_ENTRIES_MIN for origin, have in behind
+        )
+        effects, left_over = self.supply.push(peer, behind, now, asked=asked)
+        little = all(lack.entries < SPREAD_ENTRIES_MIN for lack in lacking)
+        many = little and len(lacking) * QUESTION_BYTES > len(message.rows)
+        if (unsaid or left_over or many) and not message.answer:
             effects.append(_to(peer, self.digests.dense(mask, True)))
-        return effects + self._ask(lacking, now)
+        return effects if many and not message.answer else effects + self._ask(lacking, now)
 
     def _hear_rows(self, sender: NodeId, mask: int, rows: bytes, now: float) -> None:
         states = self._replicas.states
@@ -321,8 +329,10 @@ class Exchange:
         if change is not None:
             self.change_directory(origin, change)
         mine = self._replicas.have(origin, delta.epoch).max_seq
-        if verdict is Verdict.APPLIED and fresh:
-            self.news.add(origin, known, now)
+        if verdict is Verdict.APPLIED:
+            self.news.came(now)
+            if fresh:
+                self.news.relay(origin, known, now)
         via = self._members.get(sender)
         if via is not None and verdict is not Verdict.REFUSED and (delta.log_seq > mine or verdict is Verdict.DIVERGED):
             self._wants.answered(origin)

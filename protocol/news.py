@@ -18,6 +18,13 @@ NEWS_DELAY_S = 0.01
 NEWS_BYTES_MAX = 8 * 1024
 """What is more than that is left to the rounds, which bring nothing twice."""
 
+RELAYED_PER_S_MAX = 100.0
+"""While more news than that come in per second, only own news are told: of what is told on, each peer gets about three
+copies, and where much is new the rounds find something everywhere they look."""
+
+RATE_S = 1.0
+"""News are counted over about this time."""
+
 
 class FreshNews:
     """Logs that have grown lately, each with the number after which it is fresh. Whoever learns something by being told
@@ -29,11 +36,23 @@ class FreshNews:
         self._fresh: dict[NodeId, int] = {}
         self._due_at = math.inf
         self._told_at = -math.inf
+        self._per_s = 0.0
+        self._counted_at = 0.0
 
     @property
     def due_at(self) -> float:
         """When `take` has something to tell."""
         return self._due_at
+
+    def came(self, now: float) -> None:
+        """Something new was learned, in whatever way."""
+        self._per_s = self._per_s * math.exp((self._counted_at - now) / RATE_S) + 1 / RATE_S
+        self._counted_at = now
+
+    def relay(self, origin: NodeId, after_seq: int, now: float) -> None:
+        """Tell on what a peer told, if there is not too much of it."""
+        if self._per_s <= RELAYED_PER_S_MAX:
+            self.add(origin, after_seq, now)
 
     def add(self, origin: NodeId, after_seq: int, now: float) -> None:
         """This log has entries above `after_seq` that peers may not know."""

@@ -57,10 +57,12 @@ class Supply:
         self._waiting[peer.node_id] = wanted
         return []
 
-    def push(self, peer: Peer, behind: Iterable[tuple[NodeId, Have | None]], now: float) -> tuple[list[Effect], bool]:
-        """Send what somebody lacks, if it is little; None stands for members that it does not know. Also whether something
-        was left out."""
-        deltas, left_out = self._cuts(behind, PUSH_BYTES_MAX, now)
+    def push(
+        self, peer: Peer, behind: Iterable[tuple[NodeId, Have | None]], now: float, *, asked: bool = False
+    ) -> tuple[list[Effect], bool]:
+        """Send what somebody lacks, if it is little or if it told its rows because of it (`asked`); None stands for members
+        that it does not know. Also whether something was left out."""
+        deltas, left_out = self._cuts(behind, COUNTER_MAX if asked else PUSH_BYTES_MAX, now)
         return ([_to(peer, Ack(deltas))] if deltas else []), left_out
 
     def affords(self, size: int, times: int, now: float) -> bool:

@@ -121,6 +121,10 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fabrics: tuple[Fabrics, ...] = ("none", "own", "central", "peers")
     updates: Annotated[int, Meta(ge=0)] = 20
     """Updates whose way to everybody is followed (fabric peers)."""
+    publish_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Small anchors that each agent publishes per second without being asked anything (fabric peers)."""
+    publish_kept: Annotated[int, Meta(ge=1)] = 5
+    """How many of those it holds; older ones are evicted."""
     pool_bytes: Annotated[int, Meta(gt=0)] = 1 << 30
     workload: Mapping[str, Any] = msgspec.field(default_factory=dict)
     network: NetworkSpec = NetworkSpec()

@@ -24,6 +24,7 @@ from kvcomm_p2p.sim.links import Links
 from kvcomm_p2p.sim.machine import Hardware, SimNode
 from kvcomm_p2p.sim.metrics import Observed
 from kvcomm_p2p.sim.process import Process, Promise, gather, spawn
+from kvcomm_p2p.sim.publishing import Publishing
 from kvcomm_p2p.sim.scenario import Scenario
 from kvcomm_p2p.sim.workloads import Step, Task, answer_of, prompt_of, until
 from kvcomm_p2p.sim.world import World
@@ -93,6 +94,7 @@ class Simulation:
         origin_s = self.world.now
         self._schedule_faults(origin_s)
         self._follow_updates(origin_s)
+        self._publish()
         finished = self._ask_all(origin_s)
         self._advance(self.scenario.duration_s, progress, 0.0)
         observed = self.observed
@@ -179,6 +181,12 @@ class Simulation:
                 origin_s + step_s * (number + 1),
                 lambda machine=machine, number=number: self._convergence.publish(machine, number),  # type: ignore[misc]
             )
+
+    def _publish(self) -> None:
+        scenario = self.scenario
+        if self.fabric == "peers" and scenario.publish_per_s:
+            rng = random.Random(f"publishing {self._seed}")
+            Publishing(self.world, rng, scenario.publish_per_s, scenario.publish_kept).begin()
 
     def _ask_all(self, origin_s: float) -> Promise[list[None]]:
         workload = self.scenario.make_workload()
