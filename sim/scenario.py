@@ -32,7 +32,7 @@ AGENTS_MAX = PEERS_MAX_MAX
 """As many as one node may know."""
 
 NODE_BYTES = 60_000
-PEER_BYTES = 700
+PEER_BYTES = 120
 """Memory of a simulated node, and of each peer that it knows (measured, rounded up)."""
 
 Seconds = Annotated[float, Meta(ge=0)]
