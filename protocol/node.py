@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
@@ -224,9 +224,10 @@ class Node:
         """See `Sharing.encodes`."""
         return self._sharing.encodes(holder)
 
-    def peers(self) -> tuple[PeerView, ...]:
-        """All peers that are remembered, ascending by node id."""
-        views = [self._view(peer) for peer in self._members]
+    def peers(self, only: Iterable[NodeId] | None = None) -> tuple[PeerView, ...]:
+        """All peers that are remembered, or those among `only`, ascending by node id."""
+        peers = self._members if only is None else filter(None, map(self._members.get, only))
+        views = [self._view(peer) for peer in peers]
         return tuple(sorted(views, key=lambda view: view.node_id))
 
     def _view(self, peer: Peer) -> PeerView:

@@ -16,6 +16,9 @@ from kvcomm_p2p.sim.world import World
 
 EVERY = 50
 
+WATCHED_MAX = 64
+"""Of more nodes than that, each has what it knows of so many others checked: those that follow it."""
+
 
 class InvariantBroken(InternalError):
     """What broke, at which node, when: the story to tell."""
@@ -32,7 +35,7 @@ class Invariants:
 
     world: World
     every: int = EVERY
-    _versions: dict[tuple[int, int, NodeId], tuple[int, int, int]] = field(default_factory=dict)
+    _versions: dict[int, tuple[int, dict[NodeId, tuple[int, int, int]]]] = field(default_factory=dict)
     _deadlines: dict[tuple[int, int, int], tuple[float, int]] = field(default_factory=dict)
     _events: dict[int, int] = field(default_factory=dict)
     checks: int = 0
@@ -71,17 +74,21 @@ class Invariants:
             self._broken(machine, f"holds {stats.pool_bytes} bytes in {stats.pool_anchors} anchors, more than it may")
         if stats.uploads > config.uploads_max:
             self._broken(machine, f"serves {stats.uploads} uploads, more than it may")
+        generation, versions = self._versions.get(machine.number, (machine.generation, {}))
         known = {}
-        for peer in node.peers():
-            key = (machine.number, machine.generation, peer.node_id)
+        for peer in node.peers(self._watched(machine)):
             version = (peer.epoch, peer.incarnation, peer.log_seq)
-            before = self._versions.get(key, version)
+            before = versions.get(peer.node_id, version) if generation == machine.generation else version
             if version[0] < before[0] or (version[0] == before[0] and version[1] < before[1]):
                 self._broken(machine, f"took back what it knew of {peer.name}: {before} became {version}")
-            known[key] = version
-        for key in [key for key in self._versions if key[0] == machine.number and key not in known]:
-            del self._versions[key]
-        self._versions.update(known)
+            known[peer.node_id] = version
+        self._versions[machine.number] = (machine.generation, known)
+
+    def _watched(self, machine: SimNode) -> list[NodeId] | None:
+        nodes = self.world.nodes
+        if len(nodes) <= WATCHED_MAX:
+            return None
+        return [nodes[(machine.number + step) % len(nodes)].node_id for step in range(1, WATCHED_MAX)]
 
     def check_all(self) -> None:
         """Every node that is up, and no fetch that is overdue."""
