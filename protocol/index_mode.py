@@ -25,6 +25,9 @@ SETTLE_S = 5.0
 REMEMBERED_S = 900.0
 """Seconds for which a sharded member is allowed for after it was last known of."""
 
+BURST_S = 60.0
+"""More news than the limit has to last so long: a newcomer that reads everything, or a start of all, is no reason to change."""
+
 LIGHT_BELOW = 0.5
 LIGHT_S = 60.0
 """A node goes back to a full index after so many seconds below this share of its limits."""
@@ -42,6 +45,7 @@ class IndexMode:
         self.since = -math.inf if self.sharded else now
         self._sharded_seen_at = -math.inf
         self._light_since = math.inf
+        self._busy_since = math.inf
 
     def subscribed(self, now: float) -> bool:
         """Whether this node wants everybody's log. One that becomes sharded does until all others have had the time to
@@ -64,10 +68,11 @@ class IndexMode:
         """Decide, given what a full index of everybody's anchors would take."""
         if self._config.directory != "auto":
             return
-        load = max(
-            index_bytes / self._config.directory_bytes_max, log_bytes_per_s / self._config.directory_bytes_per_s_max
-        )
-        if not self.sharded and load > 1:
+        room = index_bytes / self._config.directory_bytes_max
+        news = log_bytes_per_s / self._config.directory_bytes_per_s_max
+        load = max(room, news)
+        self._busy_since = math.inf if news <= 1 else min(self._busy_since, now)
+        if not self.sharded and (room > 1 or now - self._busy_since >= BURST_S):
             self.sharded, self.since = True, now
         self._light_since = math.inf if load >= LIGHT_BELOW else min(self._light_since, now)
         if self.sharded and now - self._light_since >= LIGHT_S:

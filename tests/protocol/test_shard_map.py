@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm_p2p.protocol import shard_map
+from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.index_mode import BURST_S, IndexMode
 from kvcomm_p2p.protocol.shard_map import (
     BAND,
     LANDMARK,
@@ -84,3 +86,18 @@ def test_flipped_bands_meet_within_seven_bits(content: int, bits: set[int]) -> N
     assert set(band_values(content)) & set(band_values(other, flipped=True))
     if len(bits) <= 3:
         assert set(band_values(content)) & set(band_values(other))
+
+
+def test_a_burst_of_news_is_no_reason_to_give_up_the_index() -> None:
+    """Everybody publishes a thousand anchors at once, or a newcomer reads them all: that passes."""
+    config = NodeConfig()
+    news = 20.0 * config.directory_bytes_per_s_max
+    burst, lasting = IndexMode(config, 0.0), IndexMode(config, 0.0)
+    for second in range(200):
+        burst.update(0.0, news if second % 60 < 50 else 0.0, float(second))
+        lasting.update(0.0, news, float(second))
+    assert not burst.sharded
+    assert lasting.sharded and lasting.since == BURST_S
+    full = IndexMode(config, 0.0)
+    full.update(1.01 * config.directory_bytes_max, 0.0, 1.0)
+    assert full.sharded
