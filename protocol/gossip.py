@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.log_bytes import DELTA_BYTES_MIN, member_bytes_max
 from kvcomm_p2p.protocol.member_table import KnownMembers
 from kvcomm_p2p.protocol.messages import (
     DELTA_ENTRIES_MAX,
     HASH_BYTES,
-    Del,
     DigestEntry,
     Head,
     LogEntry,
     MemberRecord,
     OriginDelta,
-    Put,
     read_entry,
 )
 from kvcomm_p2p.protocol.origin_log import OriginLog, OwnLog
@@ -32,23 +31,6 @@ from kvcomm_p2p.protocol.roster import States
 
 MUTED_ROUNDS = 50
 """Gossip rounds for which an origin that went over a limit is not listened to."""
-
-DELTA_BYTES_MIN = 256
-"""Upper bound of an OriginDelta's bytes without entries and member record."""
-
-
-ENTRY_BYTES_MAX = 160
-"""Upper bound of a log entry's encoding, without its fingerprints."""
-
-
-def entry_bytes_max(entry: Put | Del) -> int:
-    """Upper bound of the entry's bytes on the wire."""
-    return ENTRY_BYTES_MAX + len(entry.fingerprints) if isinstance(entry, Put) else 32
-
-
-def member_bytes_max(member: MemberRecord) -> int:
-    """Upper bound of the bytes of a member record (a character takes at most 4 bytes)."""
-    return 320 + 4 * (len(member.name) + len(member.control) + len(member.bulk)) + 10 * len(member.groups)
 
 
 class Have(NamedTuple):

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.protocol.anchors import LANDMARKS_DEFAULT, LANDMARKS_MAX, HeldAnchor
-from kvcomm_p2p.protocol.gossip import entry_bytes_max
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.log_bytes import entry_bytes_max
 from kvcomm_p2p.protocol.messages import REGISTER_ROWS_MAX, SHARD_DIGEST_BYTES, Put, ShardRegister
 from kvcomm_p2p.protocol.registry import row_digest
 from kvcomm_p2p.protocol.shard_map import (

@@ -16,8 +16,8 @@ from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.events import MessageReceived
-from kvcomm_p2p.protocol.gossip import DELTA_BYTES_MIN, entry_bytes_max, member_bytes_max
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
+from kvcomm_p2p.protocol.log_bytes import DELTA_BYTES_MIN, entry_bytes_max, member_bytes_max
 
 GOLDEN = Path(__file__).parent / "golden_frames.txt"
 SENDER = NodeId(b"S" * 16)
