@@ -96,7 +96,8 @@ class Sources:
         """A fetch that has lost all it may lose asks nobody: it would give up before an answer could come."""
         if flight.leader.patience_s(self._config, now) > ROUNDING_S:
             return None
-        for holder in (*flight.leader.event.holders, *flight.failed_at):
+        # What a peer that we were referred to said is not the reason: others would have been asked.
+        for holder in flight.leader.event.holders:
             if holder in flight.failed_at:
                 return flight.failed_at[holder]
         return Miss(MissReason.STALLED, "the request has lost what it may lose by waiting")
