@@ -8,14 +8,11 @@ message's tag and fields. Numbers, lengths and counts are limited while parsing 
 from __future__ import annotations
 
 import math
-
-import msgspec
+from typing import Any
 
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
-from kvcomm_p2p.protocol.messages import (
-    PROTOCOL_VERSION,
-    Message,
-)
+from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, Message
+from kvcomm_p2p.protocol.messages.packing import pack, unpack
 
 MAGIC = b"kV"
 HEADER_BYTES = len(MAGIC) + 1 + NODE_ID_BYTES
@@ -25,9 +22,6 @@ CONTROL_FRAME_BYTES_MAX = 256 * 1024
 
 CHUNK_BYTES_MAX = 4 * 1024 * 1024
 """Longest payload that follows a Chunk header. The holder's driver splits blocks into pieces of at most this size."""
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class WireError(ValueError):
@@ -42,11 +36,6 @@ def encode(sender: NodeId, message: Message) -> bytes:
     if len(frame) > CONTROL_FRAME_BYTES_MAX:
         raise WireError(f"frame of {len(frame)} bytes is longer than {CONTROL_FRAME_BYTES_MAX}")
     return frame
-
-
-def pack(value: msgspec.Struct | Message) -> bytes:
-    """MessagePack bytes of a message or of a part of one (to measure parts before they are put together)."""
-    return _ENCODER.encode(value)
 
 
 def decode(frame: bytes | memoryview) -> tuple[NodeId, Message]:
@@ -69,9 +58,10 @@ def sender_of(frame: bytes) -> NodeId:
 
 
 def _message(body: bytes) -> Message:
+    kind: Any = Message  # a union, which `type` does not describe
     try:
-        message = _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        message: Message = unpack(body, kind)
+    except ValueError as error:
         raise WireError(f"not a valid message: {error!s:.200}") from None
     retry_after_s = getattr(message, "retry_after_s", 0.0)
     if not math.isfinite(retry_after_s):

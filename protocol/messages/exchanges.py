@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages.fields import (
     DIGEST_ENTRIES_MAX,
+    ROW_BYTES,
+    ROWS_MAX,
     CounterField,
     NodeIdField,
     require,
@@ -22,10 +24,6 @@ BUCKETS = 64
 BUCKETS_ALL = (1 << BUCKETS) - 1
 
 BUCKET_HASH_BYTES = 4
-ROW_BYTES = 6
-"""Bytes of one origin in a `Dense` digest: max_seq (u32, at most 2 ** 32 - 1) and 16 bits of its state hash."""
-
-ROWS_MAX = 16384
 WANTS_MAX = 1024
 DELTAS_MAX = 1024
 

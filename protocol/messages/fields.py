@@ -44,6 +44,10 @@ POSITION_MAX = 2**24
 BLOCK_BYTES_MAX = 2**28
 FINGERPRINT_BYTES = 4
 SIMHASHES_BYTES = 3 * 8
+ROW_BYTES = 6
+"""Bytes of one origin in a `Dense` digest: max_seq (u32, at most 2 ** 32 - 1) and 16 bits of its state hash."""
+
+ROWS_MAX = 16384
 COUNTER_MAX = 2**63 - 1
 HOPS_MAX = 255
 RETRY_AFTER_S_MAX = 60.0

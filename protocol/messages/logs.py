@@ -11,9 +11,8 @@ from dataclasses import fields
 from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
-from typing import Annotated, NamedTuple, Union
+from typing import Annotated, Any, NamedTuple, Union
 
-import msgspec
 from msgspec import Meta, Struct
 
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, AnchorMeta, Visibility
@@ -41,6 +40,7 @@ from kvcomm_p2p.protocol.messages.fields import (
     require,
 )
 from kvcomm_p2p.protocol.messages.members import MemberRecord
+from kvcomm_p2p.protocol.messages.packing import pack, unpack
 
 _META_FIELDS = tuple(field.name for field in fields(AnchorMeta))[:-3]
 _META_OF = attrgetter(*_META_FIELDS)
@@ -130,7 +130,7 @@ class LogEntry(NamedTuple):
         return len(self.raw) + 3
 
 
-_DECODER: msgspec.msgpack.Decoder[Put | Del] = msgspec.msgpack.Decoder(Union[Put, Del])
+_ENTRY: Any = Union[Put, Del]
 ENTRIES_REMEMBERED = 8192
 """Entries read last: one that reaches this process again, from another peer or for another node of a simulation, is
 neither read nor kept twice."""
@@ -138,15 +138,15 @@ neither read nor kept twice."""
 
 def pack_entry(entry: Put | Del) -> bytes:
     """The bytes of an entry, as its origin writes them."""
-    return msgspec.msgpack.encode(entry)
+    return pack(entry)
 
 
 @lru_cache(maxsize=ENTRIES_REMEMBERED)
 def read_entry(raw: bytes) -> LogEntry:
     """Raises ValueError for bytes that are no valid entry."""
     try:
-        entry = _DECODER.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+        entry: Put | Del = unpack(raw, _ENTRY)
+    except ValueError as error:
         raise ValueError(f"not a log entry: {error!s:.160}") from None
     digest = int.from_bytes(blake2b(raw, digest_size=HASH_BYTES).digest(), "little")
     return LogEntry(raw, entry.seq, entry.anchor_id, entry.meta() if isinstance(entry, Put) else None, digest)

@@ -62,7 +62,8 @@ class PullMachine(RuleBasedStateMachine):
         if isinstance(effect, ev.SendMessage) and isinstance(effect.message, m.Pull):
             assert effect.to is not None
             assert effect.message.pull_id not in self.pulls, "asked twice under one id"
-            assert sum(block.wire_bytes for block in effect.message.blocks) <= PIECE
+            if not effect.message.shared:
+                assert sum(block.wire_bytes for block in effect.message.blocks) <= PIECE
             self.pulls[effect.message.pull_id] = (effect.to, effect.message)
         elif isinstance(effect, ev.StoreChunk):
             assert self.references[effect.handle] > 0, "written to a dropped handle"

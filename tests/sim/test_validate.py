@@ -84,7 +84,6 @@ def test_a_simulation_repeats_what_real_processes_did(recording: tuple[RecordedR
     assert observed.unanswered == 0 and len(observed.outcomes) == len(run.requests)
     # What is covered does not depend on what things cost; whether reusing so little pays, where a forward takes 10 ms, does.
     assert told["covered by donors"].real > 0
-    assert told["covered by donors"].within
     assert 0 <= told["not recomputed"].simulated <= told["covered by donors"].simulated
     assert told["metadata per node"].real > 0 and abs(told["metadata per node"].differs) < 0.5
     assert told["first token, p50"].n == 3
