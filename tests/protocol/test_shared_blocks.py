@@ -13,7 +13,7 @@ from test_pulls_machine import PullMachine
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
-from kvcomm_p2p.protocol.anchors import MissReason
+from kvcomm_p2p.protocol.anchors import BlockHandle, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.protocol.shared_blocks import SENT_INSTEAD_FIRST_S
@@ -261,9 +261,13 @@ def test_offers_that_no_region_could_hold_are_not_even_messages() -> None:
 class SharedMachine(PullMachine):
     """Everything that `PullMachine` does, between nodes that share memory: chunks and offers in any order."""
 
+    KEEPS_TO_PIECES = False
+    """What memory does not give is asked for as chunks of the same pull."""
+
     def __init__(self) -> None:
+        self.offered: set[BlockHandle] = set()
         super().__init__()
-        self.node = make_node(0, **SHARES)
+        self.node = make_node(0, config=self.node_config, **SHARES)
         self.peers = [record(1, **SHARES), record(2, **SHARES)]
         for peer in self.peers:
             self.do(hello(peer))
@@ -273,8 +277,16 @@ class SharedMachine(PullMachine):
             assert self.references[effect.handle] > 0, "adopted into a dropped handle"
             assert effect.kv_bytes == self.sizes[effect.handle] == effect.source.length
             self.verifying.append(effect.handle)
+            self.offered.add(effect.handle)
         else:
             super().carry_out(effect)
+
+    def do(self, event: ev.Event) -> None:
+        if isinstance(event, ev.BlockVerified) and event.handle in self.offered:
+            self.offered.discard(event.handle)
+            if event.ok:  # the whole block was there at once
+                self.filled[event.handle] = self.sizes[event.handle]
+        super().do(event)
 
     @precondition(lambda self: self.pulls)
     @rule(data=st.data(), count=st.integers(1, 3))
