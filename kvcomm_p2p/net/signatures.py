@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from kvcomm_p2p.net.identity import Identity, node_id_of, verifies
 from kvcomm_p2p.protocol.messages import SIGNATURE_BYTES, Erasure, MemberRecord
-from kvcomm_p2p.protocol.wire import pack
+from kvcomm_p2p.protocol.messages.packing import pack
 
 _MEMBER = b"kvcomm member v1\0"
 _HEAD = b"kvcomm head v1\0"
