@@ -124,7 +124,7 @@ def test_cancelling_a_task_frees_everything(make_agent: MakeAgent, never_ends: N
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                assert time.monotonic() - started < 1.0
+                assert time.monotonic() - started < 5.0
             await no_leaks(ann, bob)
             assert not bob._flights
             assert (await bob.generate("still there?", sampling=FEW)).token_ids is not None
