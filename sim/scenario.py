@@ -223,11 +223,12 @@ def load_scenario(name: str, changes: Mapping[str, Any] | None = None) -> Scenar
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     written.setdefault("name", path.stem)
     for key, value in (changes or {}).items():
-        _put(written, key, value)
+        put_key(written, key, value)
     return check_scenario(written)
 
 
-def _put(written: dict[str, Any], key: str, value: Any) -> None:
+def put_key(written: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value in the place that a key names ("network.loss"). Raises ConfigError where a table is none."""
     *tables, last = key.split(".")
     for table in tables:
         written = written.setdefault(table, {})

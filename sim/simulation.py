@@ -87,7 +87,7 @@ class Simulation:
         """Simulate. Times of outcomes count from the end of joining."""
         self._populate()
         settle_s = KNOWN_SETTLE_S if self._all_known else SETTLE_S
-        self._advance(max(self.scenario.up_s, default=settle_s), progress, 0.0)
+        self._advance(max(self.scenario.up_s, default=settle_s), progress)
         self.world.frames.clear()
         self.world.frame_bytes.clear()
         control_before = list(self.world.frame_bytes_of)
@@ -96,7 +96,7 @@ class Simulation:
         self._follow_updates(origin_s)
         self._publish()
         finished = self._ask_all(origin_s)
-        self._advance(self.scenario.duration_s, progress, 0.0)
+        self._advance(self.scenario.duration_s, progress)
         observed = self.observed
         observed.control_bytes = [b - a for a, b in zip(control_before, self.world.frame_bytes_of, strict=True)]
         observed.traffic, observed.frames = self.world.frame_bytes.copy(), self.world.frames.copy()
@@ -158,7 +158,7 @@ class Simulation:
             return PeerFabric(self.world, machine)
         return OwnFabric(self.world, machine, keeps=self.fabric == "own")
 
-    def _advance(self, seconds: float, progress: Progress, since: float) -> None:
+    def _advance(self, seconds: float, progress: Progress) -> None:
         steps = 50
         for step in range(steps):
             self.world.run(seconds / steps)

@@ -18,7 +18,7 @@ from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.sim.cost_table import load_table
 from kvcomm_p2p.sim.invariants import Invariants
 from kvcomm_p2p.sim.metrics import Observed, Summary, hit_rate_over_time, misses, percentile, summarize
-from kvcomm_p2p.sim.scenario import Scenario, check_scenario
+from kvcomm_p2p.sim.scenario import Scenario, check_scenario, put_key
 from kvcomm_p2p.sim.simulation import Simulation
 
 RulesOf = Callable[[Scenario], ReuseRules]
@@ -187,17 +187,10 @@ def points(written: Mapping[str, Any], over: Mapping[str, Sequence[Any]], repeat
             changes = dict(zip(over, combination, strict=True))
             base = json.loads(json.dumps(written, default=str))
             for key, value in changes.items():
-                _put(base, key, value)
+                put_key(base, key, value)
             base["seed"] = int(base.get("seed", 0)) + repeat
             made.append(Point((*changes.items(), ("seed", base["seed"])), check_scenario(base)))
     return made
-
-
-def _put(written: dict[str, Any], key: str, value: Any) -> None:
-    *tables, last = key.split(".")
-    for table in tables:
-        written = written.setdefault(table, {})
-    written[last] = value
 
 
 def run_point(point: Point, rules: ReuseRules) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +23,7 @@ from kvcomm_p2p.evaluation.request_costs import (
     checks_bytes_per_s,
     donor_of,
     foresee_token_s,
+    median_s,
     publish_bytes_per_s,
     repair_costs,
     request_costs,
@@ -167,15 +166,6 @@ def _rows(measured: MeasuredCosts, samples: list[tuple[int, int, float]], repeat
     return rows + [Row(case, "cost", value, unit, repeats) for case, value, unit in figures]
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return median(seconds[1:])
-
-
 def _ids(runner: ModelRunner, tokens: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.random.default_rng(seed).integers(0, runner.vocabulary_size, tokens)
 
@@ -184,7 +174,7 @@ def _forward_s(runner: ModelRunner, tokens: int, cached: int, repeats: int, seed
     """Behind nothing into a cache of its own, as every prompt has one."""
     ids = _ids(runner, tokens + cached, seed)
     if not cached:
-        return _timed(lambda: runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS)), repeats)
+        return median_s(lambda: runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS)), repeats)
     cache = runner.new_cache(tokens + cached)
     assert isinstance(cache, KVCache)
     runner.prefill(ids[:cached], cache)
@@ -193,7 +183,7 @@ def _forward_s(runner: ModelRunner, tokens: int, cached: int, repeats: int, seed
         cache.truncate(cached)
         runner.prefill(ids[cached:], cache, cached)
 
-    return _timed(forward, repeats)
+    return median_s(forward, repeats)
 
 
 def _align(runner: ModelRunner, repeats: int, seed: int) -> tuple[int, float]:
@@ -215,20 +205,20 @@ def _align(runner: ModelRunner, repeats: int, seed: int) -> tuple[int, float]:
     target = runner.new_cache(shift + ALIGNED_TOKENS)
     assert isinstance(target, KVCache)
     target.reserve(shift + ALIGNED_TOKENS)
-    seconds = _timed(lambda: Aligner(target, [span], spec.rotary).put(blocks), repeats)
+    seconds = median_s(lambda: Aligner(target, [span], spec.rotary).put(blocks), repeats)
     return ALIGNED_TOKENS * spec.layout.token_bytes, seconds
 
 
 def _digest_bytes_per_s(runner: ModelRunner, repeats: int) -> float:
     block = bytes(runner.spec.layout.block_bytes(BLOCK_TOKENS))
-    return len(block) / _timed(lambda: hashlib.sha256(block).digest(), 4 * repeats)
+    return len(block) / median_s(lambda: hashlib.sha256(block).digest(), 4 * repeats)
 
 
 def _decode_s(runner: ModelRunner, repeats: int, seed: int) -> float:
     cache = runner.new_cache(DECODED_BEHIND + 4 * repeats + 8)
     ids = _ids(runner, DECODED_BEHIND, seed)
     runner.prefill(ids, cache)
-    return _timed(lambda: runner.decode_step(int(ids[0]), cache), 4 * repeats)
+    return median_s(lambda: runner.decode_step(int(ids[0]), cache), 4 * repeats)
 
 
 def _find_and_plan_s(spec: ModelSpec, repeats: int, seed: int) -> tuple[float, float]:
@@ -246,7 +236,7 @@ def _find_and_plan_s(spec: ModelSpec, repeats: int, seed: int) -> tuple[float, f
     def plan() -> None:
         make_plan(prompt, [donor], Mode.BALANCED, rules, costs, key=KEY)
 
-    return _timed(find, repeats), _timed(plan, repeats)
+    return median_s(find, repeats), median_s(plan, repeats)
 
 
 def _frame_s() -> float:

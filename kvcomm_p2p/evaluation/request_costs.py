@@ -78,7 +78,7 @@ def repair_costs(runner: ModelRunner, costs: Costs, repeats: int, seed: int) -> 
         ) -> torch.Tensor:
             return runner.recompute(ids, positions, cache, repair=RepairWatch(plan, 0, layers))
 
-        seconds = _timed(repair, repeats)
+        seconds = median_s(repair, repeats)
         more.append((len(positions), seconds - forward_s(costs, len(positions), float((positions + 1).sum()))))
     return _line(more)
 
@@ -106,7 +106,7 @@ def checks_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
         not_finite(blocks, runner.spec.layout)
         layer0_mismatches(runner, blocks)
 
-    return sum(block.data.nbytes for block in blocks) / _timed(check, repeats)
+    return sum(block.data.nbytes for block in blocks) / median_s(check, repeats)
 
 
 def publish_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
@@ -126,7 +126,7 @@ def publish_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
         for handle in blocks.put():
             store.drop(handle)
 
-    return segment.meta.kv_bytes / _timed(publish, repeats)
+    return segment.meta.kv_bytes / median_s(publish, repeats)
 
 
 def foresee_token_s(runner: ModelRunner, repeats: int, seed: int) -> float:
@@ -141,7 +141,7 @@ def foresee_token_s(runner: ModelRunner, repeats: int, seed: int) -> float:
     def foresee() -> object:
         return predictor.predict(features(run, cache.keys[0, 0][:, rows], cache.values[0, 0][:, rows]))
 
-    return _timed(foresee, repeats) / FORESEEN_TOKENS
+    return median_s(foresee, repeats) / FORESEEN_TOKENS
 
 
 def request_costs(runner: ModelRunner, costs: Costs, repeats: int) -> tuple[float, float]:
@@ -186,7 +186,8 @@ def _line(samples: list[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, float(np.mean(medians)) - slope * float(np.mean(sizes))), slope
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
+def median_s(call: Callable[[], object], repeats: int) -> float:
+    """Median seconds of `repeats` calls, after one that only warms up."""
     seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
