@@ -2,8 +2,9 @@
 
 Every agent has a role; each question brings two documents, some far more often than others, in an order of its own. One
 prompt is in flight in the whole cluster, so that each forward has all cores, as the table of costs assumes; between two the
-nodes have time to tell each other. The first round (a greeting each) makes every process load what it loads once, and is not
-counted. Agents begin with empty pools and without what earlier runs have taught the prefix predictor.
+nodes have time to tell each other. The first round (a greeting each, over one document) makes every process load what it
+loads once, and do once what takes longer the first time: pulling, aligning, repairing. It is not counted. Agents begin with
+empty pools and without what earlier runs have taught the prefix predictor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_p2p.errors import UsageError
-from kvcomm_p2p.evaluation.documents import ROLES, Document, cut_documents, library, questions
+from kvcomm_p2p.evaluation.documents import ROLES, Document, Topic, cut_documents, library, questions
 from kvcomm_p2p.evaluation.progress import stepping
 from kvcomm_p2p.evaluation.recorded_run import End, Head, RecordedRun, Request
 from kvcomm_p2p.evaluation.results import machine
@@ -36,6 +37,7 @@ DOCUMENTS_PER_AGENT = 1.5
 PER_QUESTION = 2
 EXPONENT = 1.0
 ANSWER_TOKENS = 24
+GREETING_TOKENS = 400
 PAUSE_S = 1.5
 """Between the end of a publication and the next prompt: who is asked next has heard of it, by all that is measured."""
 
@@ -69,7 +71,10 @@ def record_run(
     if not 2 <= agents <= AGENTS_MAX:
         raise UsageError(f"--agents {agents} must be between 2 and {AGENTS_MAX}")
     folder = find_folder(model, Settings.from_env().cache_dir)
-    prompts = make_prompts(load_tokenizer(model), agents, requests, seed)
+    tokenizer = load_tokenizer(model)
+    topics = library()
+    welcome = greetings(tokenizer, agents, topics)
+    prompts = make_prompts(tokenizer, agents, requests, seed, topics)
     names = [f"agent-{number}" for number in range(agents)]
     with (
         tempfile.TemporaryDirectory(prefix="kvcomm-") as state,
@@ -81,7 +86,7 @@ def record_run(
         before, began = _sent(workers), time.perf_counter()
         asked: list[Request] = []
         warmup_s, load_before = 0.0, _load()
-        for number, prompt in enumerate([*greetings(agents), *prompts]):
+        for number, prompt in enumerate([*welcome, *prompts]):
             if number == agents:
                 warmup_s, load_before = time.perf_counter() - began, _load()
             asked.append(_asked(workers[prompt.agent], prompt, mode, time.perf_counter() - began))
@@ -109,10 +114,10 @@ def record_run(
     return RecordedRun(head, asked, end)
 
 
-def make_prompts(tokenizer: Any, agents: int, requests: int, seed: int) -> list[Prompt]:
-    """`requests` rounds; in each every agent is asked once, in a drawn order."""
+def make_prompts(tokenizer: Any, agents: int, requests: int, seed: int, topics: list[Topic]) -> list[Prompt]:
+    """`requests` rounds; in each every agent is asked once, in a drawn order. `topics`: what documents are cut from; mutated."""
     rng = random.Random(f"validate {seed}")
-    documents = _documents(tokenizer, max(PER_QUESTION, round(DOCUMENTS_PER_AGENT * agents)), rng)
+    documents = _documents(tokenizer, max(PER_QUESTION, round(DOCUMENTS_PER_AGENT * agents)), rng, topics)
     weights = [rank**-EXPONENT for rank in range(1, len(documents) + 1)]
     asks = questions(agents * requests)
     prompts: list[Prompt] = []
@@ -129,9 +134,13 @@ def make_prompts(tokenizer: Any, agents: int, requests: int, seed: int) -> list[
     return prompts
 
 
-def greetings(agents: int) -> list[Prompt]:
-    """One short prompt per agent, in the order of their numbers."""
-    return [Prompt(agent, _messages(agent, "Good morning!"), {}) for agent in range(agents)]
+def greetings(tokenizer: Any, agents: int, topics: list[Topic]) -> list[Prompt]:
+    """One prompt per agent, in the order of their numbers, all over one document that is taken out of `topics`."""
+    (document,) = cut_documents(tokenizer, GREETING_TOKENS, 1, topics)
+    slots = {"paper": document.text}
+    return [
+        Prompt(agent, _messages(agent, "Good morning! Today's paper:\n\n{paper}"), slots) for agent in range(agents)
+    ]
 
 
 def _messages(agent: int, content: str) -> list[dict[str, str]]:
@@ -139,8 +148,7 @@ def _messages(agent: int, content: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": role}, {"role": "user", "content": content}]
 
 
-def _documents(tokenizer: Any, count: int, rng: random.Random) -> list[Document]:
-    topics = library()
+def _documents(tokenizer: Any, count: int, rng: random.Random, topics: list[Topic]) -> list[Document]:
     return [cut_documents(tokenizer, rng.randint(*DOCUMENT_TOKENS), 1, topics)[0] for _ in range(count)]
 
 

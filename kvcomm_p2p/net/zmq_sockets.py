@@ -17,7 +17,12 @@ BULK_HWM = 64
 """Frames in a pipe; the bytes on the way are bounded by the credit of each pull."""
 
 BATCH = 32
-"""Messages taken from one socket before the loop gets to do something else."""
+BULK_BATCH = 4
+"""Messages taken from one socket before the loop gets to do something else: a chunk takes as long as many control frames."""
+
+IO_THREADS = 3
+_CONTROL_AFFINITY, _BULK_AFFINITY = 0b001, 0b110
+"""Control frames have an I/O thread to themselves: they never wait for one that is moving (or encrypting) chunks."""
 
 BULK_BUFFER_BYTES = 1024 * 1024
 HANDSHAKE_MS = 3000
@@ -44,11 +49,13 @@ class Watch:
         socket: zmq.Socket[bytes],
         on_message: Callable[[list[Any]], None],
         copy: bool = True,
+        batch: int = BATCH,
     ) -> None:
         self._loop = loop
         self._socket = socket
         self._on_message = on_message
         self._copy = copy
+        self._batch = batch
         self._scheduled = False
         self._fd: int = socket.fileno()
         loop.add_reader(self._fd, self._drain)
@@ -66,7 +73,7 @@ class Watch:
 
     def _drain(self) -> None:
         self._scheduled = False
-        for _ in range(BATCH):
+        for _ in range(self._batch):
             if self._socket.closed:
                 return
             try:
@@ -101,7 +108,7 @@ class Dealer:
         self._on_lost = on_lost
         self._lost = False
         self._socket = context.socket(zmq.DEALER)
-        configure(self._socket, BULK_HWM if bulk else CONTROL_HWM, PAYLOAD_BYTES_MAX if bulk else FRAME_BYTES_MAX)
+        configure(self._socket, PAYLOAD_BYTES_MAX if bulk else FRAME_BYTES_MAX, bulk=bulk)
         if bulk:
             self._socket.setsockopt(zmq.RCVBUF, BULK_BUFFER_BYTES)
         if secure is not None:
@@ -118,7 +125,7 @@ class Dealer:
             self._monitor.close(0)
             raise
         self._watches = (
-            Watch(loop, self._socket, on_message, copy=False),
+            Watch(loop, self._socket, on_message, copy=False, batch=BULK_BATCH if bulk else BATCH),
             Watch(loop, self._monitor, self._on_event),
         )
 
@@ -147,12 +154,13 @@ class Dealer:
             self._on_lost()
 
 
-def configure(socket: zmq.Socket[bytes], hwm: int, frame_bytes_max: int) -> None:
+def configure(socket: zmq.Socket[bytes], frame_bytes_max: int, *, bulk: bool) -> None:
     """Options that every socket has. RECONNECT_IVL -1: a lost connection is reported, not dialled again."""
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.SNDHWM, hwm),
-        (zmq.RCVHWM, hwm),
+        (zmq.SNDHWM, BULK_HWM if bulk else CONTROL_HWM),
+        (zmq.RCVHWM, BULK_HWM if bulk else CONTROL_HWM),
+        (zmq.AFFINITY, _BULK_AFFINITY if bulk else _CONTROL_AFFINITY),
         (zmq.MAXMSGSIZE, frame_bytes_max),
         (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
         (zmq.RECONNECT_IVL, -1),

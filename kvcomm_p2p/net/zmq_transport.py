@@ -23,7 +23,7 @@ from kvcomm_p2p.errors import ConfigError, TransportError
 from kvcomm_p2p.net.allocator import KEEP_BYTES, keep_freed_memory
 from kvcomm_p2p.net.curve import CurveKeys, Doorman, key_of, split_dial_name
 from kvcomm_p2p.net.transport import FRAME_BYTES_MAX, Addresses, Connection, Receiver
-from kvcomm_p2p.net.zmq_sockets import BULK_BUFFER_BYTES, BULK_HWM, CONTROL_HWM, Dealer, Watch, configure
+from kvcomm_p2p.net.zmq_sockets import BULK_BUFFER_BYTES, IO_THREADS, Dealer, Watch, configure
 from kvcomm_p2p.settings import is_loopback
 
 REPLIES_WAITING_MAX = 1024
@@ -50,7 +50,6 @@ class ZmqTransport:
         advertise_host: str = "",
         control_port: int = 0,
         bulk_port: int = 0,
-        io_threads: int = 2,
         keep_freed_bytes: int = KEEP_BYTES,
         curve: CurveKeys | None = None,
     ) -> None:
@@ -63,7 +62,6 @@ class ZmqTransport:
         self._bind_host = "127.0.0.1" if bind_host == "localhost" else bind_host
         self._advertise_host = advertise_host or self._bind_host
         self._ports = (control_port, bulk_port)
-        self._io_threads = io_threads
         self._keep_freed_bytes = keep_freed_bytes
         self._receiver: Receiver | None = None
         self._control: OrderedDict[str, Dealer] = OrderedDict()
@@ -76,7 +74,7 @@ class ZmqTransport:
         self._loop = asyncio.get_running_loop()
         if self._keep_freed_bytes:
             keep_freed_memory(self._keep_freed_bytes)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(IO_THREADS)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._receiver = receiver
         curve = self._curve
@@ -147,7 +145,7 @@ class ZmqTransport:
 
     def _bind(self, port: int, *, bulk: bool) -> tuple[zmq.Socket[bytes], int]:
         router = self._context.socket(zmq.ROUTER)
-        configure(router, BULK_HWM if bulk else CONTROL_HWM, FRAME_BYTES_MAX)
+        configure(router, FRAME_BYTES_MAX, bulk=bulk)
         if bulk:
             router.setsockopt(zmq.SNDBUF, BULK_BUFFER_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvcomm_p2p.errors import ConfigError, UsageError
-from kvcomm_p2p.evaluation.documents import ROLES, topic_text
+from kvcomm_p2p.evaluation.documents import ROLES, library, topic_text
 from kvcomm_p2p.evaluation.recorded_run import RecordedRun, read_run
 from kvcomm_p2p.evaluation.validate import make_prompts, record_run
 from kvcomm_p2p.model.runner import ModelRunner
@@ -113,12 +113,12 @@ def test_recordings_read_back_and_others_are_refused(recording: tuple[RecordedRu
 def test_everybody_is_asked_in_every_round_and_documents_come_again(model_folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    prompts = make_prompts(AutoTokenizer.from_pretrained(model_folder), 4, 3, seed=1)
+    prompts = make_prompts(AutoTokenizer.from_pretrained(model_folder), 4, 3, seed=1, topics=library())
     assert [sorted(prompt.agent for prompt in prompts[at : at + 4]) for at in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
     texts = [text for prompt in prompts for text in prompt.slots.values()]
     assert len(texts) == 24 and len(set(texts)) < 24
     assert all(prompt.slots["first"] != prompt.slots["second"] for prompt in prompts)
-    assert prompts == make_prompts(AutoTokenizer.from_pretrained(model_folder), 4, 3, seed=1)
+    assert prompts == make_prompts(AutoTokenizer.from_pretrained(model_folder), 4, 3, seed=1, topics=library())
 
 
 def test_parts_can_be_token_ids() -> None:
