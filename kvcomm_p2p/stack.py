@@ -38,7 +38,7 @@ from kvcomm_p2p.planning.costs import CostTracker, first_costs
 from kvcomm_p2p.planning.lineage import Lineage
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, KVLayout
+from kvcomm_p2p.protocol.anchors import KVLayout
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import Capability, MemberRecord, RefusedReason
 from kvcomm_p2p.protocol.node import Node
@@ -173,8 +173,9 @@ class AgentStack:
         One step, so that a caller who is cancelled in between cannot lose what was pulled.
         """
         filled = await self.engine.fill(prompt, mode, exact_only=exact_only, rows_extra=rows_extra, cancelled=cancelled)
-        if self._scout.wants(filled.plan, filled.found) is not None:
-            self._background(self._scout.look(filled.plan, filled.found))
+        look = self._scout.wanted(filled.plan, filled.found)
+        if look is not None:
+            self._background(self._scout.look(look, filled.found))
         if publish and isinstance(filled.cache, KVCache):
             published = self._background(self._publish_prompt(prompt, filled, filled.cache))
             if published is not None:
@@ -291,9 +292,9 @@ def build_stack(
         runner = ModelRunner.load(runner, dtype=dtype, cache_dir=settings.cache_dir)
     spec = runner.spec
     identity = gate.identity
-    life = open_life(
-        settings.state_dir, settings.cluster, name, None if identity is None else identity.public.node_id(name)
-    )
+    given_id = None if identity is None else identity.public.node_id(name)
+    life = open_life(settings.state_dir, settings.cluster, name, given_id, erasing_key=keys.erasing)
+    gate.remember(life.addresses, life.keys)
     node_id = life.node_id
     if identity is not None:
         life.sign = partial(signed_record, identity)
@@ -301,7 +302,11 @@ def build_stack(
     host = host_tag(keys.content) if settings.shared_memory else b""
     layout = wire_layout(spec, settings)
     recorder = make_recorder(settings, name, node_id)
-    before: dict[str, Any] = {"incarnation": life.incarnation, "addresses": life.addresses}
+    before: dict[str, Any] = {
+        "incarnation": life.incarnation,
+        "addresses": life.addresses,
+        "erasures": life.erasures,
+    }
 
     def make_node(addresses: Addresses, now: float) -> Node:
         me = MemberRecord(
@@ -346,8 +351,7 @@ def build_stack(
 def wire_layout(spec: ModelSpec, settings: Settings) -> KVLayout | None:
     """The layout of blocks that travel as int8; None where they may not, or would not become smaller."""
     layout = spec.layout
-    smaller = layout.int8_bytes(1) < layout.block_bytes(1)
-    return layout if settings.wire_encoding != "raw" and smaller else None
+    return layout if settings.wire_encoding != "raw" and layout.int8_smaller else None
 
 
 def measured_costs(runner: ModelRunner) -> CostTracker:
@@ -363,5 +367,4 @@ def measured_costs(runner: ModelRunner) -> CostTracker:
     fastest = [min(s for tokens, _, s in seconds if tokens == size) for size in (few, many)]
     token_s = max((fastest[1] - fastest[0]) / max(many - few, 1), fastest[1] / many / 10)
     start = first_costs(max(fastest[0] - few * token_s, fastest[0] / 10), token_s, spec.layout.token_bytes)
-    int8_share = spec.layout.int8_bytes(BLOCK_TOKENS) / max(1, spec.layout.block_bytes(BLOCK_TOKENS))
-    return CostTracker.measured(replace(start, int8_share=int8_share), seconds)
+    return CostTracker.measured(replace(start, int8_share=spec.layout.int8_share), seconds)

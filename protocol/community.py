@@ -15,7 +15,6 @@ from kvcomm_p2p.protocol.events import (
     MembersKnown,
     RenewIdentity,
     ReportPeer,
-    SaveState,
     SendMessage,
 )
 from kvcomm_p2p.protocol.exchange import RENEWAL_S, Exchange
@@ -44,17 +43,11 @@ from kvcomm_p2p.protocol.messages import (
 from kvcomm_p2p.protocol.metadata import Metadata
 from kvcomm_p2p.protocol.pool import PoolChange
 from kvcomm_p2p.protocol.probes import Probes
+from kvcomm_p2p.protocol.reunion import Reunion
+from kvcomm_p2p.protocol.twins import Twins
 
 WELCOME_MEMBERS_MAX = 32
 """Members named in a Welcome; gossip brings the rest."""
-
-RECONTACT_S_MIN = 1.0
-"""Mean seconds between attempts to reach a seed or a dead peer while nobody is alive, and at least otherwise."""
-
-ADDRESSES_SAVED_MAX = 64
-ADDRESSES_SAVED_S = 5.0
-"""Seconds between savings of where peers are, at least."""
-
 
 SETTLED_S = 5.0
 """So long after a node began, everybody has heard of it by gossip (1,000 nodes: in less than 2 s)."""
@@ -83,6 +76,7 @@ class Community:
         self.replicas = Replicas(
             me.node_id,
             me.epoch,
+            me.model_id,
             anchors_per_peer_max=config.anchors_per_peer_max,
             anchors_max=config.directory_anchors_max,
         )
@@ -103,23 +97,18 @@ class Community:
             IdentityRenewed: self.renewed,
             **self.metadata.on_event,
         }
-        self._addresses = addresses
-        self._saved = (incarnation, addresses)
-        self._save_at = now
         self._refuted = 0
         self._round_at = now + rng.random() * config.gossip_interval_s
         self._settled_at = now + SETTLED_S
         self._renew_at = now
-        self._look_at = now
         self._deadline: float | None = None
-        self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
+        self._reunion = Reunion(config, self.members, self._joining, rng, self._hello, now, addresses)
+        self.twins = Twins(self.members, self._hello)
+        self.members.on_own_record = self.twins.heard_of
 
     @property
     def me(self) -> MemberRecord:
         return self.members.me
-
-    def _jittered(self, mean_s: float) -> float:
-        return mean_s * (0.5 + self._rng.random())
 
     def next_deadline(self) -> float:
         """Computed once after each event."""
@@ -161,13 +150,12 @@ class Community:
             self.health.worse()
         while members.doubted:
             effects += self.probes.ping(members.doubted.pop())
-        if members.epoch_wanted > members.me.epoch and now >= self._renew_at:
+        effects += self.twins.settle(now)
+        if members.epoch_wanted > members.me.epoch and now >= self._renew_at and self.twins.may_renew(now):
             self._renew_at = now + RENEWAL_S
             effects.append(RenewIdentity(members.epoch_wanted))
             members.epoch_wanted = members.me.epoch
-        if members.incarnation != self._saved[0]:
-            effects.append(self._save(self._saved[1]))
-        return effects
+        return effects + self._reunion.save_incarnation()
 
     def renewed(self, event: IdentityRenewed, now: float) -> list[Effect]:
         """Go on in a higher epoch: everything of ours is announced anew. Ignored for another node or a lower epoch."""
@@ -176,9 +164,9 @@ class Community:
             return []
         self._settled_at = now + SETTLED_S
         self.members.renew(member)
-        self.replicas.renew(member.epoch)
+        self.replicas.renew(member.epoch, member.model_id)
         self.metadata.renewed()
-        return [self._save(self._saved[1]), *[self.introduction(peer) for peer in self.members.reachable()]]
+        return [self._reunion.save(), *[self.introduction(peer) for peer in self.members.reachable()]]
 
     def join(self, event: JoinRequested, now: float) -> list[Effect]:
         """Ask all seeds. An earlier join that was not answered yet ends as missed."""
@@ -234,17 +222,26 @@ class Community:
             effects += self._carry_out(self.members.bury(displaced.node_id, now, "another node has its address"))
         known_before = self.members.get(sender)
         is_new = known_before is None or known_before.record != record or known_before.is_gone
+        lives = () if known_before is None else self._other_lives(known_before, record)
         effects += self._carry_out(self.members.learn(record, message.incarnation, now))
         # Who is in already has others to hear of everybody from.
         others = [peer.record for peer in self.members.alive() if peer.node_id != sender] if is_new else []
-        if len(others) > WELCOME_MEMBERS_MAX:
-            others = sorted(self._rng.sample(others, WELCOME_MEMBERS_MAX), key=lambda member: member.node_id)
+        if len(others) > WELCOME_MEMBERS_MAX - len(lives):
+            others = sorted(
+                self._rng.sample(others, WELCOME_MEMBERS_MAX - len(lives)), key=lambda member: member.node_id
+            )
         known = self.members.standing(sender)
         doubt = self.members.doubt(sender)
         if doubt is None and known is not None and known.epoch > record.epoch:
             doubt = Rumour(sender, *known)
-        answer = Welcome(self.me, tuple(others), self.members.incarnation, () if doubt is None else (doubt,))
+        answer = Welcome(self.me, (*lives, *others), self.members.incarnation, () if doubt is None else (doubt,))
         return [*effects, SendMessage(sender, record.control, answer)]
+
+    @staticmethod
+    def _other_lives(known: Peer, record: MemberRecord) -> tuple[MemberRecord, ...]:
+        """The life of this node that was known here, for it to find out whether that is over (`twins`)."""
+        elsewhere = known.record.control != record.control
+        return (known.record,) if elsewhere and (not known.is_gone or known.record.epoch >= record.epoch) else ()
 
     def _refusal(self, message: Hello, displaced: Peer | None) -> Refused | None:
         record = message.member
@@ -263,6 +260,10 @@ class Community:
         if self.members.is_full_for(record.node_id):
             return Refused(RefusedReason.FULL, f"this node already knows {self._config.peers_max} peers")
         return None
+
+    def of_ourselves(self, message: Message, now: float) -> list[Effect]:
+        """Something comes in this node's own name."""
+        return self.twins.hello(message, now) if isinstance(message, Hello) else []
 
     def welcome(self, sender: NodeId, message: Welcome, now: float) -> list[Effect]:
         """We are in. Raises ValueError if the sender speaks for somebody else."""
@@ -324,40 +325,7 @@ class Community:
         reachable = self.members.reachable()
         if reachable:
             effects.append(self._contact(self._rng.choice(reachable), now))
-        effects += self._recontact(now)
-        return effects + self._save_addresses(now)
-
-    def _recontact(self, now: float) -> list[Effect]:
-        """Partitions merge because somebody asks a seed or a dead peer every now and then: each about once in
-        `recontact_s`, one at a time. Cut off from everybody, there is no reason to be patient."""
-        if now < self._look_at and self.members.reachable():
-            return []
-        self._look_at = now + RECONTACT_S_MIN / 2
-        dead = {peer.record.control: peer.node_id for peer in self.members.dead()}
-        seeds = [address for address in (*self._joining.seeds, *self._addresses) if address != self.me.control]
-        lost = sorted(address for address in {*seeds, *dead} if not self.members.at_address(address))
-        if not lost:
-            return []
-        anybody = len(self.members.reachable()) > 0
-        mean_s = max(RECONTACT_S_MIN, self._config.recontact_s / len(lost)) if anybody else RECONTACT_S_MIN
-        self._recontact_at = min(self._recontact_at, now + 1.5 * mean_s)
-        if self._recontact_at > now:
-            return []
-        self._recontact_at = now + self._jittered(mean_s)
-        address = self._rng.choice(lost)
-        return [SendMessage(dead.get(address), address, self._hello())]
-
-    def _save_addresses(self, now: float) -> list[Effect]:
-        if now < self._save_at:
-            return []
-        self._save_at = now + ADDRESSES_SAVED_S
-        peers = self.members.alive()
-        addresses = tuple(sorted(peer.record.control for peer in peers[:ADDRESSES_SAVED_MAX]))
-        return [self._save(addresses)] if addresses and addresses != self._saved[1] else []
-
-    def _save(self, addresses: tuple[str, ...]) -> SaveState:
-        self._saved = (self.members.incarnation, addresses)
-        return SaveState(self.me.epoch, self.members.incarnation, addresses)
+        return effects + self._reunion.recontact(now) + self._reunion.save_addresses(now)
 
     def _contact(self, peer: Peer, now: float) -> Effect:
         """A round of gossip, or first an introduction if it may not know our address.

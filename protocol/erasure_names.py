@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcomm_p2p.protocol.kgrams import U64, TokenIds, kgram_hashes
 from kvcomm_p2p.protocol.messages import ERASURE_HASHES_MAX, STRETCH_TOKENS
+
+Places: TypeAlias = "npt.NDArray[np.intp]"
+
+FindStretches = Callable[[TokenIds, int, U64], Places]
+"""Where in token ids, ascending, stretches of so many tokens begin whose hashes are in a table (ascending, not empty)."""
 
 _BORDER_FIRST, _BORDER_LAST = 2, 1
 """Tokens at the borders of a text that may be others elsewhere (`planning.winnow.content_marks`)."""
@@ -37,6 +44,18 @@ def stretches(variants: Iterable[Sequence[int] | TokenIds], key: bytes) -> tuple
     every = np.unique(np.concatenate(found)).astype("<u8")
     pieces = range(0, len(every), ERASURE_HASHES_MAX)
     return tokens, tuple(every[at : at + ERASURE_HASHES_MAX].tobytes() for at in pieces)
+
+
+def finder(key: bytes) -> FindStretches:
+    """Finds stretches that were named with `key`, 16 bytes."""
+    words = key_words(key)
+
+    def find(token_ids: TokenIds, tokens: int, table: U64) -> Places:
+        hashes = kgram_hashes(token_ids, tokens, words)
+        at = np.minimum(np.searchsorted(table, hashes), len(table) - 1)
+        return np.flatnonzero(table[at] == hashes)
+
+    return find
 
 
 def key_words(key: bytes) -> U64:

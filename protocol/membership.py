@@ -8,6 +8,7 @@ that stale news cannot bring them back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcomm_p2p.protocol.acquaintances import Acquaintances
@@ -33,7 +34,8 @@ class Membership(Acquaintances):
     """All peers known here (not this node itself), and what changes what is believed of them; at most `peers_max`.
 
     `incarnation` and `refutations` are this node's own; `epoch_wanted` is above our epoch once somebody has seen us in
-    a later life than this one (our state was rolled back), or believes that we left. `turned` collects peers that came,
+    a later life than this one (our state was rolled back), or believes that we left. `on_own_record` hears of records of this
+    node that others have. `turned` collects peers that came,
     went or changed their state, until it is drained.
     """
 
@@ -46,6 +48,7 @@ class Membership(Acquaintances):
         self.turned_away = 0
         self._suspicions: dict[NodeId, Suspicion] = {}
         self.turned: dict[NodeId, None] = {}
+        self.on_own_record: Callable[[MemberRecord], None] = lambda record: None
 
     def begin(self, known: KnownMembers, now: float, *, introduced: bool) -> bool:
         """Start with these peers, all alive, without a word to anybody; for a node that knows nobody yet (else nothing
@@ -83,6 +86,7 @@ class Membership(Acquaintances):
         node_id = record.node_id
         claim = Standing(record.epoch, incarnation, Status.ALIVE)
         if node_id == self.me.node_id:
+            self.on_own_record(record)
             self._claimed_of_us(claim)
             return []
         peer = self.get(node_id)

@@ -10,6 +10,7 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.community import Community
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.custody import Custody
+from kvcomm_p2p.protocol.erasure_names import FindStretches
 from kvcomm_p2p.protocol.events import (
     AnchorsForgotten,
     AnchorsPublished,
@@ -66,6 +67,7 @@ from kvcomm_p2p.protocol.messages import (
     Welcome,
 )
 from kvcomm_p2p.protocol.onward import Onward
+from kvcomm_p2p.protocol.origin_log import OriginLog
 from kvcomm_p2p.protocol.peer_stats import PeerStats
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.pool import Pool, PoolChange, may_see
@@ -74,7 +76,7 @@ from kvcomm_p2p.protocol.shards import Shards
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.token_requests import TokenRequests, finish
 from kvcomm_p2p.protocol.uploads import Uploads
-from kvcomm_p2p.protocol.views import NodeStats, PeerView, counts_view
+from kvcomm_p2p.protocol.views import NodeStats, PeerView, peer_view
 
 
 class Node:
@@ -93,8 +95,11 @@ class Node:
         now: float,
         incarnation: int = 0,
         addresses: tuple[str, ...] = (),
+        erasures: bytes = b"",
+        find_stretches: FindStretches | None = None,
     ) -> None:
-        """`incarnation`, `addresses`: as the last SaveState of this node had them, if it ran before."""
+        """`incarnation`, `addresses`, `erasures`: as the last SaveState and SaveErasures of this node had them (ValueError:
+        they had not). `find_stretches`: how erased content is recognised; None: by `config.erasing_key`."""
         self._now = now
         self._left = False
         self._deadline: float | None = None
@@ -109,6 +114,7 @@ class Node:
         self._uploads = Uploads(config, self._pool, self._onward, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
         self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._onward, self._on_pool_change)
+        self._custody.erasing.begin(erasures, find_stretches, now)
         self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
         self._counted = PeerStats(
             lambda peer: self._members.get(peer) is not None,
@@ -180,6 +186,7 @@ class Node:
         """
         self._now = now = max(now, self._now)
         self._deadline = None
+        self._pulls.woke(now)
         if not self._left:
             self._community.woke(now)
         effects = self._on_event[type(event)](event, now)
@@ -207,9 +214,13 @@ class Node:
         are alive and not in the penalty box."""
         return self._shards.local(lookup)
 
+    def log_of(self, origin: NodeId) -> OriginLog | None:
+        """What is known here of a log, this node's own, too: to be read only. None of who is not known."""
+        return self._community.replicas.log(origin)
+
     def known_of(self, holder: NodeId) -> frozenset[AnchorId]:
         """Anchors that the holder has, as far as its log is known here (this node's own log for itself)."""
-        log = self._community.replicas.log(holder)
+        log = self.log_of(holder)
         return frozenset() if log is None else frozenset(log.anchor_ids())
 
     def knows(self, holder: NodeId, anchor_id: AnchorId) -> bool:
@@ -231,23 +242,14 @@ class Node:
         return tuple(sorted(views, key=lambda view: view.node_id))
 
     def _view(self, peer: Peer) -> PeerView:
-        record, counts = peer.record, self._counted.get(peer.node_id)
         log = self._community.replicas.log(peer.node_id)
-        return PeerView(
-            node_id=peer.node_id,
-            name=record.name,
-            state=peer.state.word,
-            model_id=record.model_id,
-            control=record.control,
-            bulk=record.bulk,
+        return peer_view(
+            peer,
+            self._counted.get(peer.node_id),
             anchors=self._community.replicas.anchors_of(peer.node_id),
             heard_age_s=max(0.0, self._now - peer.heard_at),
             penalty_s=self._penalties.left_s(peer.node_id, self._now),
-            epoch=record.epoch,
-            incarnation=peer.incarnation,
-            groups=record.groups,
-            log_seq=log.max_seq if log is not None and log.epoch == record.epoch else 0,
-            **counts_view(counts),
+            log_seq=log.max_seq if log is not None and log.epoch == peer.record.epoch else 0,
         )
 
     def stats(self) -> NodeStats:
@@ -281,6 +283,7 @@ class Node:
             refutations=self._members.refutations,
             stalls=self._community.stalls,
             local_trouble=self._community.health.trouble,
+            twin=self._community.twins.view,
         )
 
     def _usable(self, holder: NodeId, meta: AnchorMeta) -> bool:
@@ -288,9 +291,7 @@ class Node:
             return True
         if not self._members.is_alive(holder) or not may_see(meta, self.me.groups):
             return False
-        if self._custody.erasing.is_erased(meta):
-            return False
-        return self._penalties.left_s(holder, self._now) == 0
+        return not self._custody.erasing.is_erased(meta) and self._penalties.left_s(holder, self._now) == 0
 
     def _on_timer(self, event: TimerExpired, now: float) -> list[Effect]:
         effects = self._tokens.tick(now) + self._pulls.tick(now) + self._uploads.tick(now)
@@ -301,14 +302,14 @@ class Node:
     def _on_leave(self, event: LeaveRequested, now: float) -> list[Effect]:
         self._left = True
         ended = self._shards.lookups.shutdown() + self._tokens.shutdown(now) + self._pulls.shutdown(now)
-        return ended + self._onward.shutdown() + self._community.leave()
+        return ended + self._onward.shutdown() + self._custody.erasing.save(now) + self._community.leave()
 
     def _on_message(self, event: MessageReceived, now: float) -> list[Effect]:
         sender, message = event.sender, event.message
         name = type(message).__name__
         self._messages[name] = self._messages.get(name, 0) + 1
         if self._left or sender == self.me.node_id:
-            return []
+            return [] if self._left else self._community.of_ourselves(message, now)
         self._community.heard(sender, now)
         try:
             return self._on_message_type[type(message)](sender, message, now)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcomm_p2p.protocol.ids import ModelId, NodeId
+from kvcomm_p2p.protocol.member_table import Peer
 from kvcomm_p2p.protocol.peer_stats import PeerCounts
 
 
@@ -54,7 +55,8 @@ class NodeStats:
     were evicted, forgotten or replaced. `sharded`: no full index is kept here, owners of shards are asked.
     `sync_counts`, `sync_sum_s`: see `peer_stats.SyncTimes`. `refutations`: how often others suspected us wrongly;
     `stalls`: how often we came late to our own timers; `local_trouble`: 0 (well) to 7, how much more patient that
-    makes us now."""
+    makes us now. `twin`: where another process runs that is this node, too ("": there is none), and whether peers talk to
+    that one (`twins`)."""
 
     pool_bytes: int
     pool_anchors: int
@@ -84,9 +86,33 @@ class NodeStats:
     refutations: int = 0
     stalls: int = 0
     local_trouble: int = 0
+    twin: tuple[str, bool] = ("", False)
 
 
-def counts_view(counts: PeerCounts) -> dict[str, Any]:
+def peer_view(
+    peer: Peer, counts: PeerCounts, *, anchors: int, heard_age_s: float, penalty_s: float, log_seq: int
+) -> PeerView:
+    """A peer as it is now."""
+    record = peer.record
+    return PeerView(
+        node_id=peer.node_id,
+        name=record.name,
+        state=peer.state.word,
+        model_id=record.model_id,
+        control=record.control,
+        bulk=record.bulk,
+        anchors=anchors,
+        heard_age_s=heard_age_s,
+        penalty_s=penalty_s,
+        epoch=record.epoch,
+        incarnation=peer.incarnation,
+        groups=record.groups,
+        log_seq=log_seq,
+        **_counts_view(counts),
+    )
+
+
+def _counts_view(counts: PeerCounts) -> dict[str, Any]:
     """The fields of a PeerView that come from its counts."""
     names = ("told_seq", "known_seq", "round_trip_s", "pulled_bytes", "uploaded_bytes", "busy_told", "busy_given")
     view = {name: getattr(counts, name) for name in (*names, "penalties", "violations")}

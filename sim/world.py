@@ -19,7 +19,6 @@ import msgspec
 
 from kvcomm_p2p.errors import InternalError
 from kvcomm_p2p.protocol import events as ev
-from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, HeldAnchor, Miss
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
@@ -27,6 +26,8 @@ from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
 from kvcomm_p2p.protocol.messages import MemberRecord, Message
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.sim.block_moves import BlockMoves
+from kvcomm_p2p.sim.broken import InvariantBroken
+from kvcomm_p2p.sim.frames import Encoder, Frame
 from kvcomm_p2p.sim.links import Links
 from kvcomm_p2p.sim.machine import Hardware, SimNode
 from kvcomm_p2p.sim.process import Promise
@@ -44,31 +45,27 @@ REFUSED_S = 0.0002
 Observer = Callable[[int, ev.Event, float, list[ev.Effect]], None]
 """Told of every event that a node handled: its number, the event, the time and what it asked for."""
 
-
-class Frame:
-    """An encoded message on its way. Whoever receives it reads the same values, made of the bytes once."""
-
-    __slots__ = ("_event", "bytes")
-
-    def __init__(self, frame: bytes) -> None:
-        self.bytes = frame
-        self._event: ev.MessageReceived | None = None
-
-    def event(self) -> ev.MessageReceived:
-        """What it says, decoded."""
-        if self._event is None:
-            self._event = ev.MessageReceived(*wire.decode(self.bytes))
-        return self._event
+NodeMaker = Callable[..., Node]
+"""Makes a node of the arguments that `Node` takes."""
 
 
 class World:
     """Nodes, links, time. All times are seconds since the world began.
 
     `frames` and `frame_bytes` count what was sent, by message type; `frame_bytes_of` by node. `disturbed`: nodes that were
-    down or frozen at some time: it is no error to take them for dead.
+    down or frozen at some time: it is no error to take them for dead. `switched`: (when, number, whether on) of machines that
+    stopped, crashed or were started again. `moment` numbers the event that is being handled (0: none is), `cause` is the one
+    during which it was sent or asked for (0: nothing that a node did); `notes`: what was done to a machine (its number, -1: to
+    several), in words.
     """
 
-    def __init__(self, seed: int = 0, links: Links | None = None, hardware: Hardware | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        links: Links | None = None,
+        hardware: Hardware | None = None,
+        make_node: NodeMaker = Node,
+    ) -> None:
         self.rng = random.Random(seed)
         self.links = links or Links(random.Random(self.rng.random()))
         self.hardware = hardware or Hardware()
@@ -81,8 +78,15 @@ class World:
         self.payload_bytes_of: list[int] = []
         self.reports: list[tuple[float, int, ev.ReportPeer]] = []
         self.disturbed: set[NodeId] = set()
+        self.switched: list[tuple[float, int, bool]] = []
         self.steps = 0
-        self._last_frame: tuple[int, Message | None, Frame | None] = (-1, None, None)
+        self.moment = 0
+        self.cause = 0
+        self.handling: tuple[int, ev.Event] | None = None
+        self.notes: list[tuple[float, int, str]] = []
+        self._make_node = make_node
+        self._moments = 0
+        self._encoder = Encoder()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._slots = itertools.count(1)
@@ -99,21 +103,20 @@ class World:
             ev.DropBlock: lambda machine, effect: self.release(machine, effect.handle),
             ev.RetainBlock: self._retain,
             ev.FinishFetch: self._finish_fetch,
-            ev.FinishTokens: lambda machine, effect: machine.tokens.pop(effect.request_id)(effect),
-            ev.FinishLookup: lambda machine, effect: machine.lookups.pop(effect.request_id)(effect),
+            ev.FinishTokens: lambda machine, effect: self._asked(machine, machine.tokens, effect.request_id)(effect),
+            ev.FinishLookup: lambda machine, effect: self._asked(machine, machine.lookups, effect.request_id)(effect),
             ev.FinishJoin: lambda machine, effect: None,
             ev.ReportErased: lambda machine, effect: None,
             ev.SaveState: self._save,
+            ev.SaveErasures: self._save_erasures,
             ev.RenewIdentity: self._renew,
             ev.ReportPeer: lambda machine, effect: self.reports.append((self.now, machine.number, effect)),
         }
 
-    # ----------------------------------------------------------------------------------------------------------- nodes
-
     def add(self, record: MemberRecord, config: NodeConfig, *, site: int = 0) -> SimNode:
         """One more machine with a node on it, switched on now."""
         number = self.links.add(site)
-        node = Node(config, me=record, rng=random.Random(self.rng.getrandbits(64)), now=self.now)
+        node = self._make_node(config, me=record, rng=random.Random(self.rng.getrandbits(64)), now=self.now)
         machine = SimNode(number, record.name, node, config)
         self.nodes.append(machine)
         self.frame_bytes_of.append(0)
@@ -126,16 +129,21 @@ class World:
         """A node starts on a machine that was crashed or stopped, with an empty pool. `record`: who it is now."""
         if machine.up:
             raise InternalError(f"{machine.name} is running")
-        machine.node = Node(machine.config, me=record, rng=random.Random(self.rng.getrandbits(64)), now=self.now)
+        rng, kept = random.Random(self.rng.getrandbits(64)), machine.erasures
+        machine.node = self._make_node(machine.config, me=record, rng=rng, now=self.now, erasures=kept)
         machine.up, machine.frozen, machine.wake_at = True, False, math.inf
+        self.switched.append((self.now, machine.number, True))
         machine.references.clear()
         machine.spoiled.clear()
+        machine.computed_by.clear()
+        self.note(machine, f"starts again in epoch {record.epoch}")
         self._register(machine)
         self._arm(machine)
 
     def crash(self, machine: SimNode) -> None:
         """The process is gone: nobody answers, its callers hear nothing more, connections to it are refused."""
         self._switch_off(machine)
+        self.note(machine, "crashes")
         for number in sorted(machine.contacts):
             other = self.nodes[number]
             if other.up:
@@ -143,25 +151,36 @@ class World:
 
     def stop(self, machine: SimNode) -> None:
         """It says goodbye and is gone."""
+        self.note(machine, "leaves")
         self.handle(machine, ev.LeaveRequested())
         self._switch_off(machine)
 
     def freeze(self, machine: SimNode) -> None:
         """As SIGSTOP: connections stay, frames wait, nothing is done."""
         machine.frozen = True
+        self.note(machine, "is frozen")
         self.disturbed.add(machine.node_id)
 
     def thaw(self, machine: SimNode) -> None:
         """It goes on, first with what has waited."""
-        machine.frozen = False
+        machine.frozen, machine.thawed_at = False, self.now
+        self.note(machine, "goes on")
         waiting, machine.waiting = machine.waiting, []
-        for make in waiting:
-            self._take_in(machine, make)
+        for make, cause in waiting:
+            self._take_in(machine, make, cause)
         self._arm(machine)
+
+    def note(self, machine: SimNode | None, what: str) -> None:
+        """Something was done to a machine (None: to several), for whoever tells the story."""
+        self.notes.append((self.now, -1 if machine is None else machine.number, what))
 
     def node_of(self, node_id: NodeId) -> SimNode:
         """The machine on which this node runs or ran last."""
         return self.nodes[self._by_id[node_id]]
+
+    def numbers(self) -> dict[NodeId, int]:
+        """The machine of every node that ever ran, by its id."""
+        return dict(self._by_id)
 
     def _register(self, machine: SimNode) -> None:
         me = machine.node.me
@@ -172,13 +191,12 @@ class World:
     def _switch_off(self, machine: SimNode) -> None:
         self.disturbed.add(machine.node_id)
         machine.up = False
+        self.switched.append((self.now, machine.number, False))
         machine.generation += 1
         machine.waiting.clear()
         self.links.drop_flows(machine.number)
         for waiting in (machine.fetches, machine.tokens, machine.lookups):
             waiting.clear()
-
-    # ------------------------------------------------------------------------------------------------------------ time
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Do `action` at `when`, at once if that has passed."""
@@ -201,13 +219,14 @@ class World:
             self.steps += 1
             action()
 
-    # ----------------------------------------------------------------------------------------------------- what one asks
-
     def join(self, machine: SimNode, *seeds: str, timeout_s: float = 5.0) -> None:
         self.handle(machine, ev.JoinRequested(tuple(seeds), self.now + timeout_s))
 
     def publish(self, machine: SimNode, anchors: tuple[HeldAnchor, ...]) -> None:
-        """The pool takes over one reference to each handle (from `handle_of`)."""
+        """The pool takes over one reference to each handle (from `new_handle`, or of a block that was fetched)."""
+        for anchor in anchors:
+            for handle in anchor.handles:
+                machine.computed_by.setdefault(handle, machine.node.me.model_id)
         self.handle(machine, ev.AnchorsPublished(anchors))
 
     def new_handle(self, machine: SimNode) -> BlockHandle:
@@ -218,25 +237,30 @@ class World:
 
     def release(self, machine: SimNode, handle: BlockHandle) -> None:
         """One reference less."""
-        if handle not in machine.references:
-            raise InternalError(f"{machine.name} dropped a block that it does not have")
-        machine.references[handle] -= 1
-        if not machine.references[handle]:
-            del machine.references[handle]
-            machine.spoiled.pop(handle, None)
-            machine.filled.pop(handle, None)
+        if not machine.let_go(handle):
+            raise self.broken("references", machine, f"dropped block {handle.slot}, which it does not have")
 
-    def handle(self, machine: SimNode, event: ev.Event) -> None:
-        """Tell a node and carry out what it asks for."""
-        effects = machine.node.handle(event, self.now)
+    def broken(self, rule: str, machine: SimNode, what: str, about: tuple[bytes, ...] = ()) -> InvariantBroken:
+        """To be raised: something that must always hold does not, of this machine, now."""
+        return InvariantBroken(rule, what, number=machine.number, name=machine.name, at_s=self.now, about=about)
+
+    def handle(self, machine: SimNode, event: ev.Event, cause: int = 0) -> None:
+        """Tell a node and carry out what it asks for. Raises InvariantBroken if the node raises."""
+        outer = self.moment
+        self._moments += 1
+        self.moment, self.cause, self.handling = self._moments, cause, (machine.number, event)
+        try:
+            effects = machine.node.handle(event, self.now)
+        except Exception as error:
+            what = f"raised {type(error).__name__} when it was told {type(event).__name__}: {error}"
+            raise self.broken("raises", machine, what) from error
         for observer in self.observers:
             observer(machine.number, event, self.now, effects)
         for effect in effects:
             self._carry_out(machine, effect)
         self._moves.flush(machine)
         self._arm(machine)
-
-    # -------------------------------------------------------------------------------------------------------- inside
+        self.moment = outer
 
     def _arm(self, machine: SimNode) -> None:
         if not machine.up or machine.frozen or machine.alone:
@@ -260,22 +284,22 @@ class World:
 
     def delivery(self, machine: SimNode, make: Callable[[], ev.Event | None]) -> Callable[[], None]:
         """An action that tells a machine of what `make` gives, unless it was restarted in between; later if it is frozen."""
-        generation = machine.generation
+        generation, cause = machine.generation, self.moment
 
         def deliver() -> None:
             if machine.generation != generation:
                 return
             if machine.frozen:
-                machine.waiting.append(make)
+                machine.waiting.append((make, cause))
             else:
-                self._take_in(machine, make)
+                self._take_in(machine, make, cause)
 
         return deliver
 
-    def _take_in(self, machine: SimNode, make: Callable[[], ev.Event | None]) -> None:
+    def _take_in(self, machine: SimNode, make: Callable[[], ev.Event | None], cause: int) -> None:
         event = make()
         if event is not None:
-            self.handle(machine, event)
+            self.handle(machine, event, cause)
 
     def _carry_out(self, machine: SimNode, effect: ev.Effect) -> None:
         carry_out = self._effects.get(type(effect))
@@ -286,12 +310,17 @@ class World:
     def _save(self, machine: SimNode, effect: ev.SaveState) -> None:
         machine.saved = effect
 
+    def _save_erasures(self, machine: SimNode, effect: ev.SaveErasures) -> None:
+        machine.erasures = effect.packed
+
     def _renew(self, machine: SimNode, effect: ev.RenewIdentity) -> None:
         """What the driver does when peers know a later epoch than the disk did."""
         record = msgspec.structs.replace(machine.node.me, epoch=effect.epoch)
         self.post(0.0, self.delivery(machine, lambda: ev.IdentityRenewed(record)))
 
     def _retain(self, machine: SimNode, effect: ev.RetainBlock) -> None:
+        if effect.handle not in machine.references:
+            raise self.broken("references", machine, f"keeps block {effect.handle.slot}, which it does not have")
         machine.references[effect.handle] += 1
 
     def send(self, machine: SimNode, effect: ev.SendMessage) -> None:
@@ -302,12 +331,7 @@ class World:
         if number is None:
             return
         target = self.nodes[number]
-        frame = self._frame(machine, effect.message)
-        name = type(effect.message).__name__
-        size = len(frame.bytes) + SEAL_BYTES
-        self.frames[name] += 1
-        self.frame_bytes[name] += size
-        self.frame_bytes_of[machine.number] += size
+        frame, size = self.charged(machine, effect.message)
         if not target.up:
             if effect.to is not None:
                 self.post(REFUSED_S, self.delivery(machine, lambda: ev.PeerUnreachable(target.node_id)))
@@ -318,21 +342,25 @@ class World:
             target.free_at = max(target.free_at, self.now + delay_s) + self.hardware.frame_s
             self.at(target.free_at, self.delivery(target, frame.event))
 
-    def _frame(self, machine: SimNode, message: Message) -> Frame:
-        """What goes to several peers is encoded once, as a driver may do."""
-        sender, last, frame = self._last_frame
-        if frame is None or last is not message or sender != machine.number:
-            frame = Frame(wire.encode(machine.node_id, message))
-            self._last_frame = machine.number, message, frame
-        return frame
+    def charged(self, machine: SimNode, message: Message) -> tuple[Frame, int]:
+        """The message as it travels, and its bytes, counted as sent by this machine."""
+        frame = self._encoder.frame(machine, message)
+        name, size = type(message).__name__, len(frame.bytes) + SEAL_BYTES
+        self.frames[name] += 1
+        self.frame_bytes[name] += size
+        self.frame_bytes_of[machine.number] += size
+        return frame, size
 
     def _finish_fetch(self, machine: SimNode, effect: ev.FinishFetch) -> None:
-        then = machine.fetches.pop(effect.fetch_id, None)
-        if then is None:
-            raise InternalError(f"{machine.name} finished fetch {effect.fetch_id} twice, or one that nobody asked for")
-        then(effect)
+        self._asked(machine, machine.fetches, effect.fetch_id)(effect)
 
-    # ------------------------------------------------------------------------------------------------------- questions
+    def _asked(
+        self, machine: SimNode, waiting: dict[int, Callable[[Any], None]], asked_id: int
+    ) -> Callable[[Any], None]:
+        then = waiting.pop(asked_id, None)
+        if then is None:
+            raise self.broken("answers once", machine, f"answered {asked_id} twice, or what nobody asked")
+        return then
 
     def fetch(
         self,

@@ -258,12 +258,14 @@ class Driver:
         self._interpreter.handle(AnchorsForgotten(tuple(anchor_ids)))
 
     async def erase(self, erasures: Iterable[Erasure], *, everywhere: bool) -> int:
-        """Loop. Erase this content from the pool (returns how many anchors went), remember it, and tell all members if it is to
-        go `everywhere`."""
+        """Loop. Erase this content from the pool (returns how many anchors went), remember it (on disk, too, when this
+        returns), and tell all members if it is to go `everywhere`."""
         self._require_running()
         before = self._interpreter.node.stats().pool_anchors
         self._interpreter.handle(EraseRequested(tuple(erasures), everywhere))
-        return before - self._interpreter.node.stats().pool_anchors
+        gone = before - self._interpreter.node.stats().pool_anchors
+        await self._interpreter.saved()
+        return gone
 
     def on_erased(self, callback: Callable[[tuple[AnchorId, ...]], None]) -> None:
         """Before `start`: called on the loop whenever anchors were erased, here or on a member's word."""

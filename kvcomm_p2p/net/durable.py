@@ -1,4 +1,5 @@
-"""What a node keeps on disk between its lives: who it is, how often it was started, and where its peers were.
+"""What a node keeps on disk between its lives: who it is, how often it was started, where its peers were, and what it was told
+to erase (`erasures_file`).
 
 One small file per cluster and agent name. It makes a node that starts again the same node in a higher epoch, so that peers
 let it in under its old name at once, and nothing from its earlier life counts. No clock is involved. A file that is lost,
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvcomm_p2p.errors import ConfigError, NameTakenError
+from kvcomm_p2p.net.erasures_file import SUFFIX, read_erasures, write_erasures
 from kvcomm_p2p.net.private_files import private_dir, read_private, write_private
 from kvcomm_p2p.protocol.events import SaveState
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
@@ -36,6 +38,7 @@ log = logging.getLogger("kvcomm_p2p.net")
 
 _Counter = Annotated[int, Meta(ge=0, le=COUNTER_MAX // 2)]
 _Address = Annotated[str, Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
+_Key = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
 
 
 class _Saved(Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,20 +49,28 @@ class _Saved(Struct, frozen=True, forbid_unknown_fields=True):
     epoch: _Counter
     incarnation: _Counter
     addresses: Annotated[tuple[_Address, ...], Meta(max_length=ADDRESSES_MAX)] = ()
+    keys: Annotated[tuple[_Key, ...], Meta(max_length=ADDRESSES_MAX)] = ()
 
 
 class NodeLife:
     """One life of one node, from `open_life` to `close`. Methods may be called from any thread.
 
-    `node_id`, `epoch`, `incarnation` and `addresses` are what the node starts with. `is_kept` is False for a second
-    process of one name: it is another node, and leaves nothing behind.
+    `node_id`, `epoch`, `incarnation`, `addresses` (with the CURVE `keys` of who listens there, b"" where unknown) and
+    `erasures` (`protocol.erasure_memory`) are what the node starts with. `is_kept` is False for a second process of one name:
+    it is another node, and leaves nothing behind.
     """
 
-    def __init__(self, saved: _Saved, path: Path | None, lock: int | None) -> None:
+    def __init__(
+        self, saved: _Saved, path: Path | None, lock: int | None, erasing_key: bytes = b"", erasures: bytes = b""
+    ) -> None:
         self.node_id = NodeId(bytes.fromhex(saved.node_id))
         self.epoch = saved.epoch
         self.incarnation = saved.incarnation
         self.addresses = saved.addresses
+        known = [*map(bytes.fromhex, saved.keys), *(b"" for _ in saved.addresses)]
+        self.keys = tuple(known[: len(saved.addresses)])
+        self.erasures = erasures
+        self._erasing_key = erasing_key
         self.sign: Callable[[MemberRecord], MemberRecord] = lambda record: record
         self._saved = saved
         self._path = path
@@ -71,20 +82,38 @@ class NodeLife:
     def is_kept(self) -> bool:
         return self._path is not None
 
-    def save(self, state: SaveState) -> None:
-        """Keep this; counters never fall, whatever the order of calls. Blocks on the disk; a disk that fails is logged."""
+    def save(self, state: SaveState, keys: Sequence[bytes] = ()) -> None:
+        """Keep this; counters never fall, whatever the order of calls. `keys`: CURVE keys of who listens at the addresses, in
+        their order (none: as before, where the addresses are). Blocks on the disk; a disk that fails is logged."""
         with self._mutex:
             if self._path is None:
                 return
             epoch, incarnation = max((self._saved.epoch, self._saved.incarnation), (state.epoch, state.incarnation))
             addresses = state.addresses[:ADDRESSES_MAX]
-            saved = replace(self._saved, epoch=epoch, incarnation=incarnation, addresses=addresses)
+            known = tuple(key.hex() for key in keys[: len(addresses)])
+            if not known and addresses == self._saved.addresses:
+                known = self._saved.keys
+            saved = replace(self._saved, epoch=epoch, incarnation=incarnation, addresses=addresses, keys=known)
             if saved != self._saved:
                 try:
                     _write(self._path, saved)
                     self._saved = saved
                 except OSError as error:
                     log.warning("the state of this node could not be saved in %s: %s", self._path, error)
+
+    def save_erasures(self, packed: bytes) -> None:
+        """Keep these erasures in place of those before. Blocks on the disk; a disk that fails is logged."""
+        with self._mutex:
+            if self._path is None:
+                return
+            try:
+                write_erasures(self._path.with_suffix(SUFFIX), self._erasing_key, packed)
+            except OSError as error:
+                log.error(
+                    "what is to stay erased could not be saved in %s (%s): after a restart this node may take it back",
+                    self._path.parent,
+                    error,
+                )
 
     def renewed(self, me: MemberRecord, epoch: int) -> MemberRecord:
         """Our record in a higher epoch, signed if records are signed."""
@@ -97,23 +126,27 @@ class NodeLife:
             path, self._path = self._path, None
             if path is not None and self._saved.addresses:
                 try:
-                    _write(path, replace(self._saved, addresses=()))
+                    _write(path, replace(self._saved, addresses=(), keys=()))
                 except OSError as error:
                     log.warning("the state of this node could not be saved in %s: %s", path, error)
             if self._unlock is not None:
                 self._unlock()
 
 
-def open_life(state_dir: Path, cluster: str, name: str, node_id: NodeId | None = None) -> NodeLife:
+def open_life(
+    state_dir: Path, cluster: str, name: str, node_id: NodeId | None = None, *, erasing_key: bytes = b""
+) -> NodeLife:
     """Begin the next life of the agent `name` of `cluster`; its higher epoch is on disk when this returns.
 
-    `node_id` is given where it follows from keys; otherwise it is made up once and kept. Raises NameTakenError if another
+    `node_id` is given where it follows from keys; otherwise it is made up once and kept. `erasing_key`: by which erased content
+    is named now. Raises NameTakenError if another
     process runs with the same given id, ConfigError if `state_dir` cannot be used.
     """
     try:
         folder = private_dir(private_dir(state_dir) / FOLDER)
         stem = hashlib.sha256(b"\0".join((cluster.encode(), name.encode()))).hexdigest()[:32]
         path = folder / f"{stem}.json"
+        erasures = read_erasures(path.with_suffix(SUFFIX), erasing_key)
         fresh = _Saved(FORMAT_VERSION, cluster, name, (node_id or os.urandom(NODE_ID_BYTES)).hex(), 1, 0)
         lock = os.open(folder / f"{stem}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -124,8 +157,10 @@ def open_life(state_dir: Path, cluster: str, name: str, node_id: NodeId | None =
                 raise NameTakenError(
                     f"another agent called {name!r} runs with this identity: choose another name"
                 ) from None
-            return NodeLife(fresh, None, None)
+            return NodeLife(fresh, None, None, erasing_key, erasures)
         try:
+            for left in folder.glob(f".{stem}.*"):  # by a process that was killed while it wrote
+                left.unlink(missing_ok=True)
             last = _read(path)
             if last is not None and (node_id is None or last.node_id == node_id.hex()):
                 fresh = replace(last, epoch=last.epoch + 1, cluster=cluster, name=name)
@@ -133,7 +168,7 @@ def open_life(state_dir: Path, cluster: str, name: str, node_id: NodeId | None =
         except BaseException:
             os.close(lock)
             raise
-        return NodeLife(fresh, path, lock)
+        return NodeLife(fresh, path, lock, erasing_key, erasures)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(

@@ -7,8 +7,8 @@ must be genuine. Lives on the driver's loop, except where said.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Gate:
         self._genuine: OrderedDict[Claim, None] = OrderedDict()
         self._owners: OrderedDict[NodeId, PublicIdentity] = OrderedDict()
         self._seed_keys: OrderedDict[str, bytes] = OrderedDict()
+        self._saved_keys: dict[str, deque[bytes]] = {}
         self.set_allowed(allowed)
 
     def set_allowed(self, allowed: Iterable[Allowed]) -> tuple[NodeId, ...]:
@@ -73,6 +74,12 @@ class Gate:
         for address in [address for address, key in self._seed_keys.items() if key not in self._curve_keys]:
             del self._seed_keys[address]
         return tuple(gone)
+
+    def remember(self, addresses: Sequence[str], keys: Sequence[bytes]) -> None:
+        """Where nodes with these CURVE keys listened when this node ran last (b"": not known whose)."""
+        for address, key in zip(addresses, keys, strict=True):
+            if key:
+                self._saved_keys.setdefault(address, deque()).append(key)
 
     def lets_in(self, curve_key: bytes) -> bool:
         """Whether a connection of this key may be made, and may still be used."""
@@ -120,10 +127,19 @@ class Gate:
             return address
         owner = None if to is None else self._owners.get(to)
         if to is None:
-            key = self._seed_keys.get(address) or self._likely_key(address)
+            key = self._seed_keys.get(address) or self._saved_key(address) or self._likely_key(address)
         else:
             key = b"" if owner is None else owner.curve
         return dial_name(address, key) if key and self.lets_in(key) else None
+
+    def _saved_key(self, address: str) -> bytes:
+        """Of several that claimed an address when this node ran last, each in its turn: one of them may have lied."""
+        keys = self._saved_keys.get(address, deque())
+        for _ in range(len(keys)):
+            keys.rotate(-1)
+            if self.lets_in(keys[-1]):
+                return keys[-1]
+        return b""
 
     # --------------------------------------------------------------------------------------------------------- receiving
 
@@ -139,12 +155,19 @@ class Gate:
             return owner.curve == key
         if isinstance(message, Hello | Welcome):
             return message.member.node_id == sender and message.member.curve_key == key
-        return isinstance(message, Refused) and key in self._seed_keys.values()
+        return isinstance(message, Refused) and (
+            key in self._seed_keys.values() or any(key in keys for keys in self._saved_keys.values())
+        )
 
     def is_of(self, node: NodeId, key: bytes) -> bool:
         """Whether this is known to be a node of that CURVE key."""
         owner = self._owners.get(node)
         return owner is not None and owner.curve == key
+
+    def curve_key_of(self, node: NodeId) -> bytes:
+        """The CURVE key of a node whose record was genuine, empty if there was none."""
+        owner = self._owners.get(node)
+        return b"" if owner is None else owner.curve
 
     def key_of(self, node: NodeId) -> bytes:
         """The Ed25519 key of a node whose record was genuine, empty if there was none."""

@@ -10,8 +10,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from contextlib import suppress
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.identity import Allowed
 from kvcomm_p2p.net.peer_reports import PeerReports
+from kvcomm_p2p.net.saving import Saving
 from kvcomm_p2p.net.seal import Sealer
 from kvcomm_p2p.net.transport import Addresses, Connection, Transport
 from kvcomm_p2p.protocol.anchors import KVLayout
@@ -46,6 +46,7 @@ from kvcomm_p2p.protocol.events import (
     ReportPeer,
     ResetBlock,
     RetainBlock,
+    SaveErasures,
     SaveState,
     SendBlock,
     SendMessage,
@@ -104,8 +105,7 @@ class Interpreter:
         self.counters = WireCounters()
         self.gate = gate or Gate()
         self._reports = PeerReports()
-        self._unsaved: SaveState | None = None
-        self._saving = False
+        self._saving = Saving(hashers)
         self._admission = Admission(self.gate, sealer, self.counters)
         self.on_erased: Callable[[tuple[AnchorId, ...]], None] = lambda anchor_ids: None
         self._mover = BlockMover(
@@ -126,6 +126,7 @@ class Interpreter:
             FinishJoin: on_finish,
             ReportErased: lambda effect: self.on_erased(effect.anchor_ids),
             SaveState: self._save_state,
+            SaveErasures: self._save_erasures,
             RenewIdentity: self._renew_identity,
             ReportPeer: self._report_peer,
             SignHead: lambda effect: self._admission.sign(effect, self._handle_safely),
@@ -152,6 +153,7 @@ class Interpreter:
             self._timer.cancel()
         self._admission.stop()
         self._mover.stop()
+        self._saving.flush()
         self._transport.close(flush_s)
 
     def set_allowed(self, allowed: tuple[Allowed, ...]) -> None:
@@ -314,20 +316,19 @@ class Interpreter:
         self._mover.forget(effect.handle)
 
     def _save_state(self, effect: SaveState) -> None:
-        """One at a time, and of those that come meanwhile the latest: peers can ask for more than a disk can write."""
-        self._unsaved = effect
-        if not self._saving:
-            self._save_next()
+        if self._life is not None:
+            keys = [self.gate.curve_key_of(holder) for holder in effect.holders]
+            self._saving.keep("state", partial(self._life.save, effect, keys))
 
-    def _save_next(self) -> None:
-        state, self._unsaved = self._unsaved, None
-        self._saving = self._life is not None and state is not None
-        if self._life is not None and state is not None:
-            self._hashers.submit(self._life.save, state).add_done_callback(self._saved)
+    def _save_erasures(self, effect: SaveErasures) -> None:
+        if self._life is not None:
+            self._saving.keep("erasures", partial(self._life.save_erasures, effect.packed))
 
-    def _saved(self, done: Future[None]) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._save_next)
+    async def saved(self) -> None:
+        """Returns when what was to be kept until now is on disk, or could not be written."""
+        written = self._saving.written()
+        if written is not None:
+            await asyncio.wrap_future(written)
 
     def _renew_identity(self, effect: RenewIdentity) -> None:
         me = self.node.me

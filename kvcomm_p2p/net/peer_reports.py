@@ -11,7 +11,12 @@ LINES_PER_S = 10.0
 LINES_BURST = 1000.0
 """A cluster of a thousand may come, or go, at once."""
 
-_LEVELS = {"violation": logging.WARNING, "name_conflict": logging.WARNING, "refused": logging.WARNING}
+_LEVELS = {
+    "violation": logging.WARNING,
+    "name_conflict": logging.WARNING,
+    "refused": logging.WARNING,
+    "twin": logging.ERROR,
+}
 
 log = logging.getLogger("kvcomm_p2p.net")
 

@@ -1,8 +1,8 @@
 """Records what happens to a node, and plays it back to a fresh one: docs/recording.md describes the file.
 
 A node does nothing but answer events, so its settings, its record, the state of its random numbers and its events with their
-times give every effect again. Of the effects a recording holds digests only. It never holds KV; events hold token ids, unless
-they are redacted.
+times give every effect again. Of the effects a recording holds digests only. It never holds KV, nor any secret: where erased
+content was recognised it says what was found, not by which key. Events hold token ids, unless they are redacted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import struct
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -22,15 +23,17 @@ import numpy as np
 
 from kvcomm_p2p.errors import ConfigError, UsageError
 from kvcomm_p2p.protocol.anchors import HeldAnchor
-from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.config import ERASING_KEY_BYTES, NodeConfig
+from kvcomm_p2p.protocol.erasure_names import Places, finder
 from kvcomm_p2p.protocol.events import AnchorsPublished, AnchorTokens, Effect, Event
 from kvcomm_p2p.protocol.ids import short
+from kvcomm_p2p.protocol.kgrams import U64, TokenIds
 from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, MemberRecord, Tokens
 from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.settings import Settings
 
 FORMAT = "kvcomm recording"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD_BYTES_MAX = 64 << 20
 RECORDING_BYTES_MAX = 256 << 20
 FLUSH_S = 1.0
@@ -66,7 +69,7 @@ class Recorder:
     def begin(
         self, config: NodeConfig, me: MemberRecord, rng: random.Random, now: float, more: Mapping[str, Any]
     ) -> None:
-        """Before the node is made from the same values. `more`: its other arguments, numbers and tuples of texts."""
+        """Before the node is made from the same values. `more`: its other arguments: numbers, bytes and tuples of texts."""
         version, state, gauss = rng.getstate()
         self._flushed_at = now
         head = {
@@ -74,7 +77,7 @@ class Recorder:
             "version": FORMAT_VERSION,
             "protocol": PROTOCOL_VERSION,
             "redacted": bool(self._key),
-            "config": _plain(config),
+            "config": _plain(replace(config, erasing_key=bytes(ERASING_KEY_BYTES))),
             "me": _plain(me),
             "rng": [version, list(state), gauss],
             "now": now,
@@ -82,12 +85,15 @@ class Recorder:
         }
         self._write(head)
 
-    def add(self, event: Event, now: float, effects: Sequence[Effect] | None) -> None:
-        """One event was handled; `effects` None: the node raised."""
+    def add(
+        self, event: Event, now: float, effects: Sequence[Effect] | None, found: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """One event was handled; `effects` None: the node raised. `found`: what each look for erased content gave meanwhile."""
         if self._file is None:
             return
         event, effects = self._redacted(event), None if effects is None else [self._redacted(each) for each in effects]
-        self._write([now, type(event).__name__, _plain(event), _digest(effects)])
+        step = [now, type(event).__name__, _plain(event), _digest(effects)]
+        self._write([*step, [list(places) for places in found]] if found else step)
         self._events += 1
         if self._written >= self._bytes_max:
             self.close("full")
@@ -140,26 +146,52 @@ class RecordedNode(Node):
         """`more`: other arguments of `Node`."""
         recorder.begin(config, me, rng, now, more)
         self._recorder = recorder
-        super().__init__(config, me=me, rng=rng, now=now, **more)
+        self._find = finder(config.erasing_key)
+        self._found: list[list[int]] = []
+        super().__init__(config, me=me, rng=rng, now=now, find_stretches=self._look, **more)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """See `Node.handle`."""
+        self._found = []
         try:
             effects = super().handle(event, now)
         except Exception:
-            self._recorder.add(event, now, None)
+            self._recorder.add(event, now, None, self._found)
             raise
-        self._recorder.add(event, now, effects)
+        self._recorder.add(event, now, effects, self._found)
         return effects
+
+    def _look(self, token_ids: TokenIds, tokens: int, table: U64) -> Places:
+        places = self._find(token_ids, tokens, table)
+        self._found.append(places.tolist())
+        return places
+
+
+class ReplayedNode(Node):
+    """A node that finds erased content where the recorded one did: it has neither the key nor, perhaps, the token ids."""
+
+    def __init__(self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float, **more: Any) -> None:
+        self._to_find: deque[tuple[int, ...]] = deque()
+        super().__init__(config, me=me, rng=rng, now=now, find_stretches=self._look, **more)
+
+    def replay(self, step: Step) -> list[Effect]:
+        """Handle a step's event. Raises what the node raises."""
+        self._to_find = deque(step.found)
+        return self.handle(step.event, step.now)
+
+    def _look(self, token_ids: TokenIds, tokens: int, table: U64) -> Places:
+        return np.array(self._to_find.popleft() if self._to_find else (), dtype=np.intp)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One event, when it was handled, and the digest of its effects."""
+    """One event, when it was handled, the digest of its effects, and what looks for erased content found meanwhile: where
+    stretches begin in what was looked through, one tuple per look."""
 
     now: float
     event: Event
     digest: bytes
+    found: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +208,11 @@ class Recording:
     steps: tuple[Step, ...]
     end: str
 
-    def node(self) -> Node:
+    def node(self) -> ReplayedNode:
         """A fresh node, as it was when recording began."""
         rng = random.Random()
         rng.setstate(self.rng_state)
-        return Node(self.config, me=self.me, rng=rng, now=self.now, **self.more)
+        return ReplayedNode(self.config, me=self.me, rng=rng, now=self.now, **self.more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +241,9 @@ def read_recording(path: Path) -> Recording:
             if isinstance(record, dict):
                 end = str(record["end"])
                 break
-            now, name, given, digest = record
-            steps.append(Step(now, event_of(name, given), digest))
+            now, name, given, digest, *looks = record
+            found = tuple(tuple(map(int, places)) for places in looks[0]) if looks else ()
+            steps.append(Step(now, event_of(name, given), digest, found))
         version, state, gauss = head["rng"]
         config, me = (_value(head[name], kind) for name, kind in (("config", NodeConfig), ("me", MemberRecord)))
     except (msgspec.ValidationError, msgpack.UnpackException, KeyError, TypeError, ValueError) as error:
@@ -229,10 +262,10 @@ def replay(recording: Recording) -> Replay:
     return Replay(len(recording.steps), None, recording.end)
 
 
-def effects_digest(node: Node, step: Step) -> bytes:
+def effects_digest(node: ReplayedNode, step: Step) -> bytes:
     """Of what `node` answers to a step now."""
     try:
-        return _digest(node.handle(step.event, step.now))
+        return _digest(node.replay(step))
     except Exception:  # what the node raises is part of what it does
         return _digest(None)
 

@@ -123,8 +123,11 @@ class FoundBlock:
 
 @dataclass(frozen=True, slots=True)
 class MissedBlock:
+    """`by`: the holder that did not deliver it; None: nobody in particular."""
+
     key: BlockKey
     miss: Miss
+    by: NodeId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +189,21 @@ class FinishJoin:
 class SaveState:
     """Keep this for the next start, which must begin with a higher epoch. Losing it costs time, never correctness.
 
-    `addresses`: control addresses of peers, at most 64, to find the cluster again.
+    `addresses`: control addresses of peers, at most 64, to find the cluster again; `holders`: whose they are, in the same order.
     """
 
     epoch: int
     incarnation: int
     addresses: tuple[str, ...]
+    holders: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveErasures:
+    """Keep this for the next start, in place of what was kept before: all erasures that this node remembers, and the names of
+    what it has erased (`erasure_memory`). Losing it means to take erased content back, until others tell of it again."""
+
+    packed: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +216,7 @@ class RenewIdentity:
 @dataclass(frozen=True, slots=True)
 class ReportPeer:
     """For logs and status: `change` is one of joined, suspect, dead, left, returned, refused, violation,
-    name_conflict."""
+    name_conflict, twin (of this node itself: another process is this node, too)."""
 
     peer: NodeId
     name: str
@@ -252,6 +264,7 @@ Effect = Union[
     FinishTokens,
     FinishJoin,
     SaveState,
+    SaveErasures,
     RenewIdentity,
     ReportPeer,
     SignHead,

@@ -63,8 +63,10 @@ class TestNode:
                 host=host_tag(keys.content) if shared else b"",
                 capabilities=(Capability.SHARED_MEMORY if shared else 0) | (Capability.INT8 if layout else 0),
             )
-            incarnation, addresses = (0, ()) if life is None else (life.incarnation, life.addresses)
-            return Node(config, me=me, rng=rng, now=now, incarnation=incarnation, addresses=addresses)
+            if life is None:
+                return Node(config, me=me, rng=rng, now=now)
+            before = {"incarnation": life.incarnation, "addresses": life.addresses, "erasures": life.erasures}
+            return Node(config, me=me, rng=rng, now=now, **before)
 
         self.store = BlockStore(shared)
         self.driver = Driver(make, transport, self.store, keys, life=life, layout=layout)

@@ -33,6 +33,7 @@ from kvcomm_p2p.net.transport import Addresses
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import HeldAnchor
+from kvcomm_p2p.protocol.erasure_names import stretches
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord
 from kvcomm_p2p.store import BlockStore
@@ -40,6 +41,7 @@ from kvcomm_p2p.store import BlockStore
 sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
 from protocol_harness import Network, held, meta, record
 
+ERASING = replace(CONFIG, erasing_key=KEYS.erasing)
 SECRET_IDS = np.arange(4242, 4306, dtype=np.uint32)
 
 
@@ -58,7 +60,7 @@ class RecordedNetwork(Network):
         self.recorders.append(recorder)
         me = record(index, **changes)
         made = RecordedNode(
-            config or CONFIG,
+            config or ERASING,
             me=me,
             rng=random.Random(f"{index}"),
             now=self.now,
@@ -71,7 +73,7 @@ class RecordedNetwork(Network):
 
 
 def history(folder: Path, seed: int, *, redact: bool = False, steps: int = 25) -> list[Path]:
-    """Three nodes that publish, fetch, ask, forget, lose frames, freeze and leave, as `seed` says."""
+    """Three nodes that publish, fetch, ask, forget, erase, lose frames, freeze and leave, as `seed` says."""
     folder.mkdir()
     network = RecordedNetwork(folder, seed, redact=redact)
     rng = random.Random(seed)
@@ -83,7 +85,7 @@ def history(folder: Path, seed: int, *, redact: bool = False, steps: int = 25) -
     for step in range(steps):
         who, other = rng.sample(ids, 2)
         anchor = meta(("anchor", rng.randrange(6)))
-        choice = rng.randrange(7)
+        choice = rng.randrange(8)
         if choice < 2:
             network.publish(who, anchor)
         elif choice == 2:
@@ -94,6 +96,8 @@ def history(folder: Path, seed: int, *, redact: bool = False, steps: int = 25) -
             network.handle(who, ev.AnchorsForgotten((anchor.anchor_id,)))
         elif choice == 5:
             network.frozen ^= {ids[2]}
+        elif choice == 6:
+            network.handle(who, ev.EraseRequested(some_erasures(anchor, step), everywhere=rng.random() < 0.7))
         else:
             network.handle(who, ev.MessageReceived(other, m.Chunk(1, 0, 0, 1)))  # a violation
         network.run(rng.uniform(0.01, 0.4))
@@ -102,6 +106,12 @@ def history(folder: Path, seed: int, *, redact: bool = False, steps: int = 25) -
     for recorder in network.recorders:
         recorder.close()
     return sorted(folder.glob("*.kvrec"))
+
+
+def some_erasures(anchor: Any, number: int) -> tuple[m.Erasure, ...]:
+    """Of some of an anchor's tokens, named with the cluster's key."""
+    tokens, hashes = stretches([held(anchor).token_ids[8 : 8 + 4 * (number % 8 + 1)]], ERASING.erasing_key)
+    return tuple(m.Erasure(bytes([number]) * 16, NodeId(b"a" * 16), 0.0, tokens, each) for each in hashes)
 
 
 @pytest.mark.parametrize("redact", [False, True])

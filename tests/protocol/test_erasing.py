@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_harness import Network, digest16, held, joined, make_node, meta
 
-from kvcomm_p2p.protocol import erasing
+from kvcomm_p2p.protocol import erasing, erasure_memory
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.anchors import MissReason, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
@@ -233,8 +233,8 @@ def test_erasures_have_their_time() -> None:
 
 
 def test_memory_is_bounded_per_author_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erasing, "ERASURES_MAX", 100)
-    monkeypatch.setattr(erasing, "ERASURES_PER_AUTHOR_MAX", 60)
+    monkeypatch.setattr(erasure_memory, "ERASURES_MAX", 100)
+    monkeypatch.setattr(erasure_memory, "ERASURES_PER_AUTHOR_MAX", 60)
     node = make_node(0)
     known = node._custody.erasing
     node.handle(ev.EraseRequested(tuple(erasure(n, author=1) for n in range(10)), everywhere=False), 0.0)
@@ -243,12 +243,12 @@ def test_memory_is_bounded_per_author_and_in_all(monkeypatch: pytest.MonkeyPatch
     for author in range(3, 9):
         node.handle(ev.EraseRequested(tuple(erasure(n, author=author) for n in range(5)), everywhere=False), 0.0)
     assert len(known) == 100
-    kept = [e.erasure_id for e in (erasure(n, author=1) for n in range(10)) if e.erasure_id in known._known]
+    kept = [e.erasure_id for e in (erasure(n, author=1) for n in range(10)) if e.erasure_id in known]
     assert len(kept) == 10  # who asks for much makes room, not the others
 
 
 def test_hashes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erasing, "HASHES_MAX", 1000)
+    monkeypatch.setattr(erasure_memory, "HASHES_MAX", 1000)
     node = make_node(0)
     large = [replace_hashes(erasure(n), np.arange(n * 500, n * 500 + 500)) for n in range(9)]
     node.handle(ev.EraseRequested(tuple(large), everywhere=False), 0.0)
