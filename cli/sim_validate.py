@@ -26,7 +26,12 @@ def validate(
     requests: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Prompts per agent.")] = 4,
     model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL")] = "smollm2-135m",
     costs: Annotated[
-        str, typer.Option("--costs", metavar="TABLE", help="What things cost here, as kvcomm bench costs measured it.")
+        str,
+        typer.Option(
+            "--costs",
+            metavar="TABLE",
+            help="What bench costs measured here; forwards are timed anew.",
+        ),
     ] = "smollm2-135m-2-cores",
     mode: Annotated[str, typer.Option("--mode", metavar="MODE", help="exact, balanced or fast")] = "balanced",
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -46,6 +51,7 @@ def validate(
 
     from kvcomm_p2p.evaluation.results import Result
     from kvcomm_p2p.sim.agreement import agreement
+    from kvcomm_p2p.sim.cost_table import load_table, save_table
     from kvcomm_p2p.sim.recorded import read_real_run
 
     load_settings()
@@ -58,7 +64,9 @@ def validate(
             run = record_run(stderr(), model=model, agents=agents, requests=requests, mode=mode, seed=seed)
             run.write(path)
         real = read_real_run(path)
-        quantities = agreement(real, _simulated(path, costs, seed))
+        here = Path(folder) / "costs.json"
+        save_table(real.costs(load_table(costs)), here)
+        quantities = agreement(real, _simulated(path, str(here), seed))
     case = f"{len(real.head.agents)} agents"
     result = Result("sim validate", _rows(case, quantities, real.head.load_before, real.end.duration_s), seed)
     if save is not None:
@@ -70,7 +78,7 @@ def validate(
 
 
 def _simulated(path: Path, costs: str, seed: int) -> Observed:
-    from kvcomm_p2p.cli.sim import rules_of
+    from kvcomm_p2p.cli.sim_inputs import rules_of
     from kvcomm_p2p.sim.recorded import read_real_run
     from kvcomm_p2p.sim.scenario import check_scenario
     from kvcomm_p2p.sim.study import run_study

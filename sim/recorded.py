@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 
 from kvcomm_p2p.errors import ConfigError
+from kvcomm_p2p.planning.costs import CostTracker
 from kvcomm_p2p.sim.agents import Outcome
+from kvcomm_p2p.sim.cost_table import CostTable
 from kvcomm_p2p.sim.workloads import Part, Recorded, Step, Task, Verdict
 
 FORMAT = "kvcomm validation"
@@ -91,6 +93,7 @@ class End(msgspec.Struct, frozen=True, tag="end", tag_field="record"):
 
     duration_s: float
     sent_bytes: list[dict[str, int]]
+    forwards: list[tuple[int, float]] = []
 
 
 class RealRun(msgspec.Struct, frozen=True):
@@ -113,6 +116,17 @@ class RealRun(msgspec.Struct, frozen=True):
                 verdict=request.report.verdict,
             )
             yield Task(request.at_s, (step,), f"request {number}")
+
+    def costs(self, table: CostTable) -> CostTable:
+        """The table with what forwards took while the recording was made: the machine of other minutes is another one. Fitted to
+        forwards beside the requests, never to what is to be predicted. The same table if none were timed."""
+        if not self.end.forwards:
+            return table
+        before = table.costs(pull_latency_s=1e-3, pull_bytes_per_s=1e9)
+        fitted = CostTracker.measured(before, [(tokens, 0, seconds) for tokens, seconds in self.end.forwards]).costs
+        return msgspec.structs.replace(
+            table, forward_s=fitted.forward_s, token_s=fitted.token_s, attention_s=fitted.attention_s
+        )
 
     def outcomes(self) -> list[Outcome]:
         """Of all requests, warming up included."""

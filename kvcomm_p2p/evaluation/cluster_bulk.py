@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from kvcomm_p2p.evaluation.cluster_processes import Cluster, cpu_load
+from kvcomm_p2p.evaluation.plain_sockets import round_trips
 from kvcomm_p2p.evaluation.progress import Step
 from kvcomm_p2p.evaluation.results import Row
 from kvcomm_p2p.evaluation.samples import high_row, median_row
@@ -34,7 +35,7 @@ def herd(step: Step, *, nodes: int = 16, repeats: int = 3, seed: int = 0) -> lis
             alone.append(others[0].ask("fetch", number=1, **wanted)["seconds"])
             before = origin.ask("stats")["uploaded_bytes"]
             at = time.monotonic() + START_IN_S
-            asked = [node.begin("fetch", number=2, publish=True, at=at, **wanted) for node in others]
+            asked = [node.begin("fetch", number=2, publish=True, pass_on=True, at=at, **wanted) for node in others]
             answers = [future.result(60) for future in asked]
             uploaded = origin.ask("stats")["uploaded_bytes"] - before
             copies.append(uploaded / (HERD_SHAPE["blocks"] * HERD_SHAPE["block_kv_bytes"]))
@@ -58,7 +59,8 @@ def herd(step: Step, *, nodes: int = 16, repeats: int = 3, seed: int = 0) -> lis
 
 
 def latency(step: Step, *, questions: int = QUESTIONS, seed: int = 0) -> list[Row]:
-    """Round trips on the control plane, idle, and while two nodes pull as fast as they can and two processes compute."""
+    """Round trips on the control plane, idle, and while two nodes pull as fast as they can and two processes compute; and those
+    of plain sockets in as many processes under the same load, which says what of it is the machine's."""
     cores = len(os.sched_getaffinity(0))
     with Cluster(seed=seed) as cluster:
         step("starting")
@@ -80,11 +82,16 @@ def latency(step: Step, *, questions: int = QUESTIONS, seed: int = 0) -> list[Ro
                 moved += sum(pull.result(60)["found"] * BULK_SHAPE["block_kv_bytes"] for pull in pulls)
             seconds = time.monotonic() - seconds
             busy = asked.result(60)
+    step("plain sockets")
+    with cpu_load(BURNERS):
+        plain = round_trips(questions, QUESTION_S)
     title = f"token ids asked of a holder that two pull from, {BURNERS} busy processes, {cores} cores"
     return [
         median_row(title, "round trip, idle, median", [s * 1e3 for s in idle["seconds"]], "ms"),
         median_row(title, "round trip, saturated, median", [s * 1e3 for s in busy["seconds"]], "ms"),
         high_row(title, "round trip, saturated, p99 (goal ≤ 20)", [s * 1e3 for s in busy["seconds"]], "ms"),
+        median_row(title, "plain sockets under the same load, median", [s * 1e3 for s in plain], "ms"),
+        high_row(title, "plain sockets under the same load, p99", [s * 1e3 for s in plain], "ms"),
         Row(title, "questions without an answer", busy["missed"] + idle["missed"], f"of {2 * questions}", 1),
         Row(title, "pulled meanwhile", moved / seconds / 1e6, "MB/s", 1),
     ]

@@ -51,13 +51,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request", tag_fiel
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="record"):
     """When recording ended, and what each node had sent since it began: bytes and frames by message type, seals included, KV
-    not. `lost`: frames that its own transport refused."""
+    not. `lost`: frames that its own transport refused. `forwards`: (tokens, seconds) of forwards beside the requests, by the
+    agents in turn, which say what computing took in these minutes."""
 
     duration_s: float
     load_after: float
     sent_bytes: list[dict[str, int]]
     sent: list[dict[str, int]]
     lost: list[dict[str, int]]
+    forwards: list[tuple[int, float]] = []
 
 
 class RecordedRun(msgspec.Struct, frozen=True):

@@ -41,6 +41,9 @@ GREETING_TOKENS = 400
 PAUSE_S = 1.5
 """Between the end of a publication and the next prompt: who is asked next has heard of it, by all that is measured."""
 
+TIMED_TOKENS = (16, 48, 128, 256, 512, 1024)
+"""Before each prompt one of the idle agents times a forward over so many random tokens, in turn."""
+
 SETTLE_S = 3.0
 """From the last join to the beginning of the recording."""
 
@@ -85,10 +88,13 @@ def record_run(
         time.sleep(SETTLE_S)
         before, began = _sent(workers), time.perf_counter()
         asked: list[Request] = []
+        timed: list[tuple[int, float]] = []
         warmup_s, load_before = 0.0, _load()
         for number, prompt in enumerate([*welcome, *prompts]):
             if number == agents:
                 warmup_s, load_before = time.perf_counter() - began, _load()
+            if number >= agents:
+                timed.append(_timed_forward(workers[(number + agents // 2) % agents], len(timed)))
             asked.append(_asked(workers[prompt.agent], prompt, mode, time.perf_counter() - began))
             step(f"{len(asked[-1].prompt):,} tokens")
             time.sleep(pause_s)
@@ -106,6 +112,7 @@ def record_run(
     end = End(
         duration_s=duration_s,
         load_after=_load(),
+        forwards=timed,
         **{
             field: [_more(b[name], a[name]) for b, a in zip(before, after, strict=True)]
             for field, name in (("sent_bytes", "bytes"), ("sent", "frames"), ("lost", "lost"))
@@ -173,6 +180,11 @@ def _started(
 def _asked(worker: Worker, prompt: Prompt, mode: str, at_s: float) -> Request:
     answer = worker.ask(do="answer", messages=prompt.messages, slots=prompt.slots, tokens=ANSWER_TOKENS, mode=mode)
     return Request(agent=prompt.agent, at_s=at_s, **answer)
+
+
+def _timed_forward(worker: Worker, count: int) -> tuple[int, float]:
+    tokens = TIMED_TOKENS[count % len(TIMED_TOKENS)]
+    return tokens, worker.ask(do="forward", tokens=tokens, seed=count)["seconds"]
 
 
 def _sent(workers: Sequence[Worker]) -> list[dict[str, dict[str, int]]]:

@@ -25,11 +25,13 @@ import time
 from functools import partial
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import KVCommError
 from kvcomm_p2p.evaluation.compare import aside, compare_filled, timed_fill
+from kvcomm_p2p.evaluation.costs import ANSWER_ROWS
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, prepare
@@ -80,6 +82,8 @@ async def _obey(agent: Agent, command: dict[str, Any]) -> dict[str, Any]:
         return await aside(partial(_sent, agent))
     if command["do"] == "answer":
         return await _answer(agent, command)
+    if command["do"] == "forward":
+        return {"seconds": await aside(partial(_forward_s, agent, command["tokens"], command["seed"]))}
     started = time.perf_counter()
     prompt = prepare(agent.runner.tokenizer, command["messages"], command["slots"])
     tokenize_s = time.perf_counter() - started
@@ -199,6 +203,19 @@ async def _compared(agent: Agent, dense: Filled, shared: Filled, tokens: int) ->
         "identical_tokens": divergence.identical_tokens,
         "report": shared.report.as_dict(),
     }
+
+
+def _forward_s(agent: Agent, tokens: int, seed: int) -> float:
+    """Seconds of one forward over so many random tokens as a request computes them: once, in a process that was idle before."""
+    runner = agent.runner
+    ids = np.random.default_rng(seed).integers(0, runner.vocabulary_size, tokens)
+
+    def forward() -> float:
+        started = time.perf_counter()
+        runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS))
+        return time.perf_counter() - started
+
+    return runner.in_forward_thread(forward)
 
 
 def _plain_s(agent: Agent, prompt: PreparedPrompt) -> float:
