@@ -8,11 +8,12 @@ from kvcomm_p2p.protocol import racing
 from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import DropBlock, Effect, FoundBlock, MissedBlock, RetainBlock
-from kvcomm_p2p.protocol.flights import LATE_S, Fetch, Flight, FlightKey, PullState
+from kvcomm_p2p.protocol.flights import Fetch, Flight, FlightKey, PullState
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import BLOCK_BYTES_MAX, PULL_BLOCKS_MAX, CancelPull
 from kvcomm_p2p.protocol.onward import Onward
+from kvcomm_p2p.protocol.pace import Pace
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
 
@@ -34,6 +35,7 @@ class FlightTable:
         self._sharing = sharing
         self._onward = onward
         self._next_pull_id = 1
+        self.pace = Pace(config.pull_piece_bytes)
         self.fetches: dict[int, Fetch] = {}
         self.pulls: dict[int, PullState] = {}
         self.flights: dict[FlightKey, Flight] = {}
@@ -56,10 +58,12 @@ class FlightTable:
         for flight in tuple(self.waiting.values()):
             choice = self._sources.choose(flight, now)
             while choice.miss is not None and flight.key in self.waiting:
-                effects += self._lose_leader(flight, choice.miss)
+                effects += self._lose_leader(flight, choice.miss, choice.by)
                 if flight.owners:
                     choice = self._sources.choose(flight, now)
-            flight.queued = bool(choice.holders)
+            if flight.silent and choice.holders:  # it waited for life in vain so far
+                flight.leader.lose(self.waits_since(flight), now)
+            flight.queued, flight.silent = bool(choice.holders), choice.silent
             for holder in choice.holders:
                 slot = holder, flight.leader.event.fetch_id, flight.encoded
                 pull, room = open_pulls.get(slot, (None, 0))
@@ -71,7 +75,7 @@ class FlightTable:
                     free[holder] -= 1
                     pull = self.open(holder, [], now, encoded=flight.encoded)
                     # What stands in shared memory costs its holder nothing: no need to take turns.
-                    room = self._config.pull_piece_bytes if not pull.shared else SHARED_PIECE_BYTES_MAX
+                    room = self.pace.piece_bytes(holder) if not pull.shared else SHARED_PIECE_BYTES_MAX
                     fresh.append(pull)
                 open_pulls[slot] = pull, room - flight.want.kv_bytes
                 pull.flights.append(flight)
@@ -81,6 +85,8 @@ class FlightTable:
         for pull in fresh:
             self.counts["resumed"] += sum(flight.received > 0 for flight in pull.flights)
             effects.append(pull.ask(self._config.credit_bytes))
+        if not self.waiting:
+            self.pace.forget_but(pull.holder for pull in self.pulls.values())
         return effects
 
     def open(self, holder: NodeId, flights: list[Flight], now: float, *, encoded: bool = False) -> PullState:
@@ -151,16 +157,21 @@ class FlightTable:
                 effects += self.finish(fetch)
         return effects
 
-    def _lose_leader(self, flight: Flight, miss: Miss) -> list[Effect]:
+    def _lose_leader(self, flight: Flight, miss: Miss, by: NodeId | None) -> list[Effect]:
         """The leader does not get this block; the next owner leads, without what concerned only the one before it."""
         fetch, position = flight.owners[0]
-        effects = self._disown(flight, fetch, position, miss)
+        effects = self._disown(flight, fetch, position, miss, by)
         if flight.owners and flight.hopeless is not None and not flight.anew:
             flight.hopeless = None
         return effects
 
-    def _disown(self, flight: Flight, fetch: Fetch, position: int, miss: Miss) -> list[Effect]:
-        """One owner less. The handle that is being filled stays with the flight while anybody wants it."""
+    def _disown(
+        self, flight: Flight, fetch: Fetch, position: int, miss: Miss, by: NodeId | None = None
+    ) -> list[Effect]:
+        """One owner less, by the fault of `by` (None: of who carries it, or of the holder that the fetch named first). The
+        handle that is being filled stays with the flight while anybody wants it."""
+        if by is None and flight.pull is not None:
+            by = flight.pull.holder
         was_first = flight.owners[0] == (fetch, position)
         flight.owners.remove((fetch, position))
         want = fetch.event.wants[position]
@@ -173,7 +184,7 @@ class FlightTable:
             self.waiting.pop(flight.key, None)
             self.verifying.pop(flight.handle, None)
             del self.flights[flight.key]
-        fetch.results[position] = MissedBlock(want.key, miss)
+        fetch.results[position] = MissedBlock(want.key, miss, by)
         fetch.open -= 1
         self.misses[miss.reason] = self.misses.get(miss.reason, 0) + 1
         effects: list[Effect] = [DropBlock(spare)]
@@ -199,19 +210,20 @@ class FlightTable:
 
     def lose_patience(self, fetch: Fetch, pull: PullState, miss: Miss, now: float) -> list[Effect]:
         """A fetch does not wait any more for what a pull owes; others may."""
-        fetch.lose(pull.progress_at, now)
+        lost = pull.progress_at, now
+        fetch.lose(*lost)
         mine = [(flight, place) for flight in pull.owed for owner, place in flight.owners if owner is fetch]
         effects = [effect for flight, place in mine for effect in self._disown(flight, fetch, place, miss)]
-        return effects + self._end_unwanted()
+        return effects + self._end_unwanted(lost)
 
-    def _end_unwanted(self) -> list[Effect]:
-        """End pulls that bring something that nobody wants any more."""
+    def _end_unwanted(self, lost: tuple[float, float] | None = None) -> list[Effect]:
+        """End pulls that bring something that nobody wants any more. `lost`: see `end`."""
         effects: list[Effect] = []
         for pull in tuple(self.pulls.values()):
             if pull.pull_id in self.pulls and any(flight.pull is pull and not flight.owners for flight in pull.flights):
                 if pull.rival is not None:
                     effects += self.end(pull.rival, None)
-                effects += self.end(pull, None)
+                effects += self.end(pull, None, lost=lost)
         return effects
 
     def refuse(self, fetch: Fetch, miss: Miss) -> list[Effect]:
@@ -231,34 +243,44 @@ class FlightTable:
         came = [self.came_at.get(holder, 0.0) for holder in holders]
         if flight.queued:  # behind pulls that have their own patience from when they were asked for
             came += [pull.progress_at for pull in self.pulls.values() if pull.holder in holders]
-        return max(leader.progress_at, leader.started_at, *came)
+        return max(leader.progress_at, *came)
 
     def tired_at(self, flight: Flight) -> float:
-        """When a flight that waits, for busy holders or behind others, is given up."""
+        """When a flight that waits, for busy or silent holders or behind others, is given up."""
         config = self._config
-        if flight.queued:
+        if flight.queued or flight.silent:
             since = self.waits_since(flight)
             return min(fetch.impatient_at(config, since) for fetch, _ in flight.owners)
         patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
         return self.waits_since(flight) + patience_s
 
     def tire(self, now: float) -> list[Effect]:
-        """Nobody waits for too long: behind others each has its own patience, for busy holders the leader's counts."""
+        """Nobody waits for too long: behind others, or for a sign of life, each has its own patience; for busy holders the
+        leader's counts."""
         effects: list[Effect] = []
         for flight in tuple(self.waiting.values()):
-            late_s = now - self.tired_at(flight)
-            if late_s > LATE_S:
-                flight.leader.progress_at = min(now, self.waits_since(flight) + late_s + LATE_S)
-            elif late_s >= 0 and flight.queued:
+            if self.tired_at(flight) > now:
+                continue
+            if flight.queued or flight.silent:
                 effects += self._leave_queue(flight, now)
-            elif late_s >= 0 and flight.hopeless is None:
+            elif flight.hopeless is None:
                 flight.hopeless = Miss(MissReason.BUSY, "every holder serves as many as it can")
                 flight.leader.lose(self.waits_since(flight), now)
         return effects
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """So much of all silence was ours: every clock that others are judged by stood still."""
+        for pull in self.pulls.values():
+            pull.progress_at = min(now, pull.progress_at + seconds)
+        for fetch in self.fetches.values():
+            fetch.progress_at = min(now, fetch.progress_at + seconds)
+        for holder, at in self.came_at.items():
+            self.came_at[holder] = min(now, at + seconds)
+
     def _leave_queue(self, flight: Flight, now: float) -> list[Effect]:
         since = self.waits_since(flight)
-        miss = Miss(MissReason.STALLED, "its holder sends nothing for those before it")
+        silence = "who has it sends nothing" if flight.silent else "its holder sends nothing for those before it"
+        miss = Miss(MissReason.STALLED, silence)
         effects: list[Effect] = []
         for fetch, place in tuple(flight.owners):
             if fetch.impatient_at(self._config, since) <= now:

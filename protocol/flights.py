@@ -29,10 +29,6 @@ SHARED_WINDOW_FACTOR = 4
 
 ROUNDING_S = 1e-9
 
-LATE_S = 0.02
-"""A timer that rings later than this is our own fault: bytes may be waiting to be read, so nobody is given up yet, and what
-it was late is nobody's silence."""
-
 FAILED_AS = {reason: MissReason[reason.name] for reason in PullFailedReason}
 
 
@@ -112,7 +108,8 @@ class Flight:
     here. `received`: its first bytes that are here, from `givers`. `referred`: peers that busy holders named. `failed_at`:
     holders that did not deliver it. `arrived`: whole, being checked; `sharing`: where it stands, in memory shared with the
     holder. `anew`: bytes of several holders did not fit together, so it comes from one. `queued`: its holder could be
-    asked, but for own pulls there. `hopeless`: not to be tried again.
+    asked, but for own pulls there; `silent`: all that could be asked were given up for silence, it waits for a sign of
+    life. `hopeless`: not to be tried again.
     `stated`: the digest of an encoded block, as its sender says; empty before that.
     """
 
@@ -129,6 +126,7 @@ class Flight:
     sharing: bool = False
     anew: bool = False
     queued: bool = False
+    silent: bool = False
     hopeless: Miss | None = None
     stated: bytes = b""
 
@@ -247,10 +245,14 @@ class PullState:
         if not self.hedge:
             self.progressed(now)
 
-    def credit(self, credit_bytes: int) -> list[Effect]:
-        """Credit for a quarter of the window at a time, and for everything at the end, which ends the upload."""
+    def credit(self, credit_bytes: int, piece_bytes: int) -> list[Effect]:
+        """Credit for a piece, or a quarter of the window if that is less, at a time: then the holder can name this node for
+        it. And for everything at the end, which ends the upload."""
         fresh = self.received - self.credited
-        if fresh <= 0 or not (self.is_over or fresh >= self._window(credit_bytes) // 4):
+        if fresh <= 0:
+            return []
+        step = self._window(credit_bytes) // 4
+        if fresh < (step if self.shared else min(step, piece_bytes)) and not self.is_over:
             return []
         self.credited = self.received
         return [self.to_holder(Credit(self.pull_id, self.received))]

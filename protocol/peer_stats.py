@@ -242,10 +242,15 @@ class PeerStats:
             counts.uploaded_bytes += effect.encoded_bytes or effect.kv_bytes
 
     def _fetched(self, effect: FinishFetch, now: float) -> None:
-        """Of a fetch from several holders, what did not come is counted for the first: its digests were to be met."""
-        holder = self._holders.pop((FinishFetch, effect.fetch_id), None)
-        if holder is not None:
-            self._missed(holder, [block.miss for block in effect.missed], now)
+        """What did not come is counted for who did not deliver it, or else for the fetch's first holder."""
+        first = self._holders.pop((FinishFetch, effect.fetch_id), None)
+        by: dict[NodeId, list[Miss]] = {}
+        for block in effect.missed:
+            holder = block.by or first
+            if holder is not None:
+                by.setdefault(holder, []).append(block.miss)
+        for holder, misses in by.items():
+            self._missed(holder, misses, now)
 
     def _brought(self, effect: FinishTokens, now: float) -> None:
         holder = self._holders.pop((FinishTokens, effect.request_id), None)

@@ -11,7 +11,6 @@ who waited (`flights.LostTime`), and a fetch that has lost what it may lose wait
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 
@@ -28,7 +27,7 @@ from kvcomm_p2p.protocol.events import (
     VerifyBlock,
 )
 from kvcomm_p2p.protocol.flight_table import FlightTable
-from kvcomm_p2p.protocol.flights import FAILED_AS, LATE_S, Fetch, Flight, PullState, PullViolation, in_pieces, key_of
+from kvcomm_p2p.protocol.flights import FAILED_AS, Fetch, Flight, PullState, PullViolation, in_pieces, key_of
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import (
@@ -38,20 +37,19 @@ from kvcomm_p2p.protocol.messages import (
     SharedBlocks,
 )
 from kvcomm_p2p.protocol.onward import Onward
+from kvcomm_p2p.protocol.patience import Patience
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
 
-DRIP_STALLS = 5
-"""Stall timeouts that a holder has before it can be found to be too slow; shorter deadlines are the caller's affair."""
-
 
 class Pulls:
-    """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender.
+    """All fetches and pulls in progress. Methods return effects; a ValueError is a violation by the sender. `woke`,
+    `next_deadline` and `tick` are those of `Patience`.
 
     `counts` says how often what happened: "hedged" (a second holder was asked), "hedge_won" (and was first), "resumed"
     (blocks of which a part was here), "referred" (times that a busy holder named a live peer for a block), "refetched"
-    (blocks whose parts did not fit together).
+    (blocks whose parts did not fit together), "late" (times that this node did not run although somebody was waiting).
     """
 
     def __init__(
@@ -69,6 +67,10 @@ class Pulls:
         self._rng = rng
         self._sources = Sources(config, membership, penalties)
         self._table = FlightTable(config, membership, self._sources, sharing, onward)
+        self._patience = Patience(config, self._table, self._sources, penalties)
+        self.woke = self._patience.woke
+        self.next_deadline = self._patience.next_deadline
+        self.tick = self._patience.tick
         self.received_bytes = 0
         self.unasked_chunks = 0
         self._is_over = False
@@ -202,6 +204,7 @@ class Pulls:
                 return []
             if message.reason is PullFailedReason.BUSY:
                 self._sources.busy(pull.holder, message.retry_after_s, now)
+                self._table.pace.busy(pull.holder)
                 for flight in pull.owed:
                     self._table.counts["referred"] += self._sources.refer(flight, message.referrals)
             busy = message.reason is PullFailedReason.BUSY
@@ -278,81 +281,6 @@ class Pulls:
 
     # ------------------------------------------------------------------------------------------------------------- time
 
-    def next_deadline(self) -> float:
-        deadline = min((fetch.event.deadline for fetch in self._table.fetches.values()), default=math.inf)
-        for pull in self._table.pulls.values():
-            deadline = min(deadline, pull.hedges_at(self._config))
-            for fetch in pull.waiting():
-                deadline = min(deadline, fetch.impatient_at(self._config, pull.progress_at))
-        if self._table.waiting:
-            deadline = min(deadline, *(self._table.tired_at(flight) for flight in self._table.waiting.values()))
-            deadline = min(deadline, self._sources.retry_at())
-        return deadline
-
-    def tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for fetch in tuple(self._table.fetches.values()):
-            if fetch.event.deadline <= now:
-                self._dripped(fetch, now)
-                effects += self._table.abandon(fetch, Miss(MissReason.DEADLINE), now)
-        for pull in tuple(self._table.pulls.values()):
-            if pull.pull_id not in self._table.pulls:
-                continue
-            late_s = now - pull.stalls_at(self._config)
-            if late_s > LATE_S:
-                racing.excuse(pull, late_s + LATE_S)
-            elif late_s >= 0:
-                effects += self._stalled(pull, now)
-                continue
-            for fetch in pull.waiting():
-                if fetch.impatient_at(self._config, pull.progress_at) <= now:
-                    miss = Miss(MissReason.STALLED, "nothing came while the request had time to wait")
-                    effects += self._table.lose_patience(fetch, pull, miss, now)
-            if pull.pull_id not in self._table.pulls:
-                continue
-            if pull.hedges_at(self._config) <= now:
-                effects += self._hedge(pull, now)
-        effects += self._table.schedule(now)
-        effects += self._table.tire(now)
-        self._sources.forget_retries(now)
-        return effects + self._table.schedule(now)
-
-    def _dripped(self, fetch: Fetch, now: float) -> None:
-        """A fetch ends by its deadline with little: who had half of that time, and as long as DRIP_STALLS stalls, sends
-        just enough not to stall."""
-        if not fetch.got_little or now - fetch.event.deadline > LATE_S:
-            return
-        least_s = max((now - fetch.started_at) / 2, DRIP_STALLS * self._config.pull_stall_timeout_s)
-        for pull in self._table.pulls.values():
-            if now - pull.began_at >= least_s and fetch in pull.waiting():
-                self._penalties.punish(pull.holder, now)
-
-    def _stalled(self, pull: PullState, now: float) -> list[Effect]:
-        """Nothing came for as long as may be waited; who waits for the same holder lost that time too."""
-        since = pull.progress_at
-        miss = Miss(MissReason.STALLED, f"nothing came for {now - since:.3f} s")
-        if now - since >= self._config.pull_stall_timeout_s / 2:  # otherwise it was not the holder who was impatient
-            self._penalties.punish(pull.holder, now)
-            for flight in self._table.waiting.values():
-                if pull.holder in flight.leader.event.holders:
-                    flight.leader.lose(max(since, self._table.waits_since(flight)), now)
-                    flight.failed_at[pull.holder] = miss
-        effects = [] if pull.rival is None else self._table.end(pull.rival, miss)
-        return effects + self._table.end(pull, miss, lost=(since, now))
-
-    def _hedge(self, pull: PullState, now: float) -> list[Effect]:
-        """Half of what may be waited is over: ask somebody else too, if there is anybody."""
-        pull.hedged = True
-        owed = pull.owed
-        for holder in self._sources.others(owed[0], pull.holder, now):
-            if self._table.active(holder) < self._config.pulls_per_peer_max:
-                asked = [flight for flight in owed if holder in self._sources.others(flight, pull.holder, now)]
-                later = self._table.open(holder, asked, now)
-                racing.begin(pull, later)
-                self._table.counts["hedged"] += 1
-                return [later.ask(self._config.credit_bytes)]
-        return []
-
     def peer_gone(self, peer: NodeId, now: float) -> list[Effect]:
         """The holder left, expired or cannot be reached."""
         self._table.came_at.pop(peer, None)
@@ -365,13 +293,16 @@ class Pulls:
     # ---------------------------------------------------------------------------------------------------------- endings
 
     def _win(self, pull: PullState, now: float) -> list[Effect]:
-        """A pull shows life: if it races, it has won. A holder that lost after so long a silence is not asked for a while."""
+        """A pull shows life: if it races, it has won. A holder that lost after so long a silence, and said nothing else
+        lately either, is not asked for a while."""
         loser = pull.rival
         if loser is None:
             return []
         if pull.hedge:
             self._table.counts["hedge_won"] += 1
-            self._penalties.punish(loser.holder, now)
+            half_way = (pull.progress_at + now) / 2
+            if not self._sources.lived_since(loser.holder, half_way):
+                self._sources.fell_silent(loser.holder, now, punish=True)
         effects, left = racing.win(pull, now)
         del self._table.pulls[loser.pull_id]
         for flight in left:
@@ -380,8 +311,10 @@ class Pulls:
 
     def _credit(self, pull: PullState, now: float) -> list[Effect]:
         """Credit what came; a pull of which everything is here is over, and its place at the holder is free."""
-        effects = pull.credit(self._config.credit_bytes)
+        effects = pull.credit(self._config.credit_bytes, self._config.pull_piece_bytes)
         if pull.is_over:
+            if not pull.failed:
+                self._table.pace.brought(pull.holder)
             effects += self._table.end(pull, None, tell_holder=False)
         return effects if pull.waits else effects + self._table.schedule(now)
 

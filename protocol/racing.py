@@ -44,13 +44,6 @@ def holder_lives(pull: PullState, now: float) -> None:
         pull.rival.progressed(now)
 
 
-def excuse(pull: PullState, seconds: float) -> None:
-    """So much of the silence was ours: its clock, and that of its rival, stood still."""
-    pull.progress_at += seconds
-    if pull.rival is not None:
-        pull.rival.progress_at += seconds
-
-
 def leave(pull: PullState) -> None:
     """`pull` ends otherwise; its rival goes on alone with what both were asked for."""
     rival = pull.rival

@@ -14,8 +14,8 @@ ANCHORS_MAX = 256
 
 
 class Referrals:
-    """Per anchor the last REFERRALS_MAX peers that finished a pull here, which blocks they got, and until when they may be
-    named. `is_alive(peer)`: only those are named."""
+    """Per anchor the last REFERRALS_MAX peers that pulled here, which blocks they got, and until when they may be named.
+    `is_alive(peer)`: only those are named."""
 
     def __init__(self, keep_s: float, is_alive: Callable[[NodeId], bool]) -> None:
         self._keep_s = keep_s
@@ -23,7 +23,7 @@ class Referrals:
         self._anchors: OrderedDict[AnchorId, OrderedDict[NodeId, dict[int, float]]] = OrderedDict()
 
     def finished(self, peer: NodeId, keys: Iterable[BlockKey], now: float) -> None:
-        """A peer credited everything of a pull that brought these blocks."""
+        """A peer credited these blocks."""
         for anchor_id, index in keys:
             peers = self._anchors.setdefault(anchor_id, OrderedDict())
             self._anchors.move_to_end(anchor_id)

@@ -48,7 +48,7 @@ RETRY_MIN_S = 0.005
 @dataclass(slots=True)
 class _Upload:
     """`next` is the ordinal to be sent next; `there`: ordinals that were held for this peer when the pull began, `failed`:
-    those of them that could not be sent."""
+    those of them that could not be sent. `came`: the first ordinal that is not credited whole, `came_bytes`: those before."""
 
     peer: NodeId
     pull: Pull
@@ -60,6 +60,8 @@ class _Upload:
     sent_bytes: int = 0
     received_bytes: int = 0
     failed_bytes: int = 0
+    came: int = 0
+    came_bytes: int = 0
     failed: set[int] = field(default_factory=set)
 
     @property
@@ -74,6 +76,20 @@ class _Upload:
         """Bytes of a block that are wanted."""
         block = self.pull.blocks[ordinal]
         return block.wire_bytes - block.offset
+
+    def take_came(self) -> list[BlockKey]:
+        """Blocks that the peer has got as they are, and that it credited since the last call."""
+        keys: list[BlockKey] = []
+        while self.came < self.next:
+            size = 0 if self.came in self.failed else self.size(self.came)
+            if self.came_bytes + size > self.received_bytes:
+                break
+            block = self.pull.blocks[self.came]
+            if size and not block.encoded_bytes:
+                keys.append(BlockKey(block.anchor_id, block.index))
+            self.came_bytes += size
+            self.came += 1
+        return keys
 
 
 class Uploads:
@@ -149,6 +165,7 @@ class Uploads:
             raise ValueError("credit for bytes that were not sent")
         upload.received_bytes = max(upload.received_bytes, message.received)
         upload.expires_at = now + self._config.upload_lease_s
+        self.referrals.finished(peer, upload.take_came(), now)
         return self._send(now)
 
     def cancel(self, peer: NodeId, message: CancelPull, now: float) -> list[Effect]:
@@ -232,9 +249,6 @@ class Uploads:
             effects.append(self._send_one(upload, now))
         for upload in [upload for upload in self._running.values() if upload.next == len(upload.pull.blocks)]:
             if upload.under_way_bytes <= 0:
-                came = sorted(upload.there - upload.failed)
-                keys = [BlockKey(upload.pull.blocks[o].anchor_id, upload.pull.blocks[o].index) for o in came]
-                self.referrals.finished(upload.peer, keys, now)
                 self._took_s += TOOK_WEIGHT * (now - upload.began_at - self._took_s)
                 self._end(upload)
         return effects

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.protocol.config import PEERS_MAX_MAX, NodeConfig
 from kvcomm_p2p.protocol.errors import SettingsError
 from kvcomm_p2p.sim import workloads
+from kvcomm_p2p.sim.ablations import Ablation, runs_of
 from kvcomm_p2p.sim.cost_table import DEFAULT_TABLE
 from kvcomm_p2p.sim.graphs import make_graph
 from kvcomm_p2p.sim.links import PROFILES, LinkProfile
@@ -34,6 +36,15 @@ AGENTS_MAX = PEERS_MAX_MAX
 NODE_BYTES = 60_000
 PEER_BYTES = 120
 """Memory of a simulated node, and of each peer that it knows (measured, rounded up)."""
+
+EXPONENT_MAX = 8.0
+"""Of a Zipf distribution: with more, only the first is ever asked for."""
+
+HEARD_BYTES = 120
+"""Of each node for each update that is followed."""
+
+TASK_BYTES = 12_000
+"""Of a task with its prompts, what came of them, and what agents remember of them (measured, rounded up)."""
 
 Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -74,10 +85,11 @@ class NetworkSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CentralSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """The one server of the central pool: its network interface, the lock that every operation takes in turn, what an operation
-    costs under it, and how many bytes it keeps."""
+    """The one server of the central pool: its network interface (by default an agent's, `interfaces` times), for how long an
+    operation holds the lock that all take in turn, and how many bytes it keeps."""
 
-    bytes_per_s: Annotated[float, Meta(gt=0)] = 1.25e9
+    bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
+    interfaces: Annotated[float, Meta(gt=0)] = 1.0
     lock_s: Seconds = 0.0002
     pool_bytes: Annotated[int, Meta(gt=0)] = 64 << 30
 
@@ -94,10 +106,20 @@ class FaultSpec(Struct, frozen=True, forbid_unknown_fields=True):
     for_s: Seconds = 0.0
     nodes: tuple[int, ...] = ()
     share: Share = 0.0
-    every_s: Seconds = 1.0
+    every_s: Annotated[float, Meta(ge=0.01)] = 1.0
     factor: Annotated[float, Meta(ge=1)] = 10.0
     keeps_state: bool = True
     loss: Share = 0.1
+
+
+class HerdSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """`times` times, evenly spread, all agents but one want the same anchor of `blocks` blocks of `block_bytes` bytes within
+    `spread_s` seconds (fabric peers)."""
+
+    times: Annotated[int, Meta(ge=0)] = 0
+    blocks: Annotated[int, Meta(ge=1, le=16)] = 16
+    block_bytes: Annotated[int, Meta(ge=1024, le=1 << 28)] = 1 << 20
+    spread_s: Seconds = 0.002
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,7 +140,11 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     costs: str = DEFAULT_TABLE
     mode: Literal["exact", "balanced", "fast", "dense"] = "balanced"
     profile: str = "smollm2-135m"
+    wire_encoding: Literal["auto", "raw", "int8"] = "auto"
+    """How KV travels, as the setting of that name of an agent says."""
     fabrics: tuple[Fabrics, ...] = ("none", "own", "central", "peers")
+    ablations: tuple[str, ...] = ()
+    """Names in `ablations.ABLATIONS`: the fabric peers is run once more without each of these."""
     updates: Annotated[int, Meta(ge=0)] = 20
     """Updates whose way to everybody is followed (fabric peers)."""
     publish_per_s: Annotated[float, Meta(ge=0)] = 0.0
@@ -126,11 +152,16 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     publish_kept: Annotated[int, Meta(ge=1)] = 5
     """How many of those it holds; older ones are evicted."""
     pool_bytes: Annotated[int, Meta(gt=0)] = 1 << 30
+    models: Annotated[int, Meta(ge=1)] = 1
+    """How many models there are: agent i has model i modulo so many, and what it computes is of no use to the others."""
+    only_tasks: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """Numbers of the workload's tasks that are asked, in their order; none given: all."""
     workload: Mapping[str, Any] = msgspec.field(default_factory=dict)
     network: NetworkSpec = NetworkSpec()
     central: CentralSpec = CentralSpec()
     protocol: Mapping[str, Any] = msgspec.field(default_factory=dict)
     faults: tuple[FaultSpec, ...] = ()
+    herd: HerdSpec = HerdSpec()
 
     def make_workload(self) -> workloads.Workload | None:
         """None: nobody is asked anything, only the protocol runs. Raises ConfigError."""
@@ -157,19 +188,29 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if kind not in workloads.KINDS:
             known = ", ".join(["none", "graph", "recorded", *workloads.KINDS])
             raise ConfigError(f"workload kind {kind!r} is unknown: choose one of {known}")
+        if "agents" in chosen:
+            raise ConfigError("workload.agents is the scenario's agents: set that")
         made: workloads.Workload = _build(workloads.KINDS[kind], {"agents": self.agents, **chosen}, "workload")
         return made
 
-    def node_config(self) -> NodeConfig:
-        """Settings of all nodes. Raises ConfigError."""
+    def runs(self) -> list[tuple[str, str, Ablation | None]]:
+        """What is simulated: see `ablations.runs_of`. Raises ConfigError."""
+        return runs_of(self.fabrics, self.ablations)
+
+    def node_config(self, ablation: Ablation | None = None) -> NodeConfig:
+        """Settings of all nodes, without what the ablation takes away. Raises ConfigError."""
         peers_max = max(16, min(2 * self.agents, PEERS_MAX_MAX))
-        chosen = {"pool_bytes_max": self.pool_bytes, "peers_max": peers_max, **self.protocol}
+        instead = {} if ablation is None else ablation.protocol
+        chosen = {"pool_bytes_max": self.pool_bytes, "peers_max": peers_max, **self.protocol, **instead}
         config: NodeConfig = _build(NodeConfig, chosen, "protocol")
         return config
 
     def memory_bytes(self) -> int:
         """About what the simulation needs, before it starts."""
-        return self.agents * (NODE_BYTES + PEER_BYTES * self.agents)
+        workload = self.make_workload()
+        tasks = getattr(workload, "tasks_per_s", 0.0) * self.duration_s
+        heard = HEARD_BYTES * self.updates * self.agents
+        return round(self.agents * (NODE_BYTES + PEER_BYTES * self.agents) + TASK_BYTES * tasks + heard)
 
 
 def _build(kind: type[Any], chosen: Mapping[str, Any], where: str) -> Any:
@@ -198,8 +239,11 @@ def _check_numbers(built: Any, where: str) -> None:
             raise ConfigError(f"{where}.{field.name} must be a number, not {value!r}")
         if field.type == "int" and not isinstance(value, int):
             raise ConfigError(f"{where}.{field.name} must be a whole number, not {value!r}")
-        if field.type in ("int", "float") and value < (0 if field.name.endswith("exponent") else 1e-9):
-            raise ConfigError(f"{where}.{field.name} must be above 0, not {value!r}")
+        if field.name.endswith("exponent"):
+            if not 0 <= value <= EXPONENT_MAX:
+                raise ConfigError(f"{where}.{field.name} must be 0 to {EXPONENT_MAX:g}, not {value!r}")
+        elif field.type in ("int", "float") and not 1e-9 <= value < math.inf:
+            raise ConfigError(f"{where}.{field.name} must be above 0 and finite, not {value!r}")
 
 
 def presets() -> list[str]:
@@ -243,18 +287,37 @@ def check_scenario(written: Mapping[str, Any]) -> Scenario:
         scenario = msgspec.convert(written, Scenario)
     except msgspec.ValidationError as error:
         raise ConfigError(f"scenario: {error}".replace("Object contains unknown field", "unknown key")) from error
+    _check_finite(written, "")
     scenario.make_workload()
     scenario.node_config()
     scenario.network.profiles()
     for fault in scenario.faults:
         if any(not 0 <= number < scenario.agents for number in fault.nodes):
             raise ConfigError(f"faults: {fault.kind} names an agent that does not exist (agents = {scenario.agents})")
+        if fault.at_s >= scenario.duration_s:
+            raise ConfigError(
+                f"faults: {fault.kind} at_s = {fault.at_s:g} is never: duration_s is {scenario.duration_s:g}"
+            )
         if fault.kind != "loss" and not fault.nodes and not fault.share:
             raise ConfigError(f"faults: {fault.kind} hits nobody: set nodes or share")
     if scenario.up_s and len(scenario.up_s) != scenario.agents:
         raise ConfigError(f"up_s names {len(scenario.up_s)} agents, there are {scenario.agents}")
     if not scenario.fabrics:
         raise ConfigError("fabrics is empty: nothing would be simulated")
+    for _, _, ablation in scenario.runs():
+        scenario.node_config(ablation)
     if scenario.warmup_s >= scenario.duration_s:
         raise ConfigError("warmup_s must be below duration_s, or nothing would be counted")
     return scenario
+
+
+def _check_finite(value: Any, where: str) -> None:
+    """Neither inf nor nan, which TOML can write."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"scenario: {where} must be a finite number, not {value}")
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_finite(each, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_finite(each, where)

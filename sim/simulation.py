@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,20 +15,24 @@ from kvcomm_p2p.protocol.events import MembersKnown
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, ModelId, NodeId
 from kvcomm_p2p.protocol.member_table import KnownMembers
 from kvcomm_p2p.protocol.messages import Capability, MemberRecord
+from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.sim.ablations import Ablation
 from kvcomm_p2p.sim.agents import Outcome, Rules, SimAgent
 from kvcomm_p2p.sim.central import CentralFabric, CentralPool
 from kvcomm_p2p.sim.convergence import Convergence
 from kvcomm_p2p.sim.cost_table import CostTable
+from kvcomm_p2p.sim.encoding import Int8
 from kvcomm_p2p.sim.fabrics import Fabric, OwnFabric, PeerFabric
 from kvcomm_p2p.sim.faults import Faults
+from kvcomm_p2p.sim.herd import Herds
 from kvcomm_p2p.sim.links import Links
 from kvcomm_p2p.sim.machine import Hardware, SimNode
-from kvcomm_p2p.sim.metrics import Observed
+from kvcomm_p2p.sim.metrics import Observed, Outage, PoolLoad
 from kvcomm_p2p.sim.process import Process, Promise, gather, spawn
 from kvcomm_p2p.sim.publishing import Publishing
 from kvcomm_p2p.sim.scenario import Scenario
 from kvcomm_p2p.sim.workloads import Step, Task, answer_of, prompt_of, until
-from kvcomm_p2p.sim.world import World
+from kvcomm_p2p.sim.world import NodeMaker, World
 
 HOST = b"simulated host.."
 FIRST_PORT = 20000
@@ -48,6 +53,9 @@ KNOWN_SETTLE_S = 0.5
 DRAIN_S = 600.0
 """So long after the last arrival what was asked may still be answered."""
 
+AGENT_FAULTS = frozenset({"crash", "restart", "churn", "leave"})
+"""What happens to an agent whatever it shares with whom; the other faults are of the network between peers."""
+
 Progress = Callable[[float], None]
 """Told the simulated share of the run, 0 to 1."""
 
@@ -56,32 +64,50 @@ class Simulation:
     """Build with everything checked; `run` once."""
 
     def __init__(
-        self, scenario: Scenario, fabric: str, table: CostTable, rules: ReuseRules, *, seed: int | None = None
+        self,
+        scenario: Scenario,
+        fabric: str,
+        table: CostTable,
+        rules: ReuseRules,
+        *,
+        seed: int | None = None,
+        ablation: Ablation | None = None,
+        make_node: NodeMaker = Node,
     ) -> None:
-        """`rules`: what the model's profile allows in the scenario's mode."""
+        """`rules`: what the model's profile allows in the scenario's mode. `ablation`: what of the fabric is taken away.
+        `make_node`: what stands in for `Node`, to record or to hurt it."""
         self.scenario = scenario
         self.fabric = fabric
         self._table = table
         self._seed = scenario.seed if seed is None else seed
-        self._rules = _rules_of(scenario, fabric, rules)
+        self._rules = _rules_of(scenario, fabric, rules, ablation)
         rng = random.Random(f"{scenario.name} {self._seed}")
-        inside, between = scenario.network.profiles()
+        self._links = inside, between = scenario.network.profiles()
         self.world = World(
             rng.getrandbits(64),
             Links(random.Random(rng.getrandbits(64)), inside, between),
-            Hardware(digest_bytes_per_s=table.digest_bytes_per_s, frame_s=table.frame_s),
+            Hardware(table.digest_bytes_per_s, table.int8_encode_bytes_per_s, table.frame_s),
+            make_node,
         )
         self._rng = rng
-        self._config = scenario.node_config()
-        self._believes = first_costs(table.forward_s, table.token_s, table.layout.token_bytes)
+        encodes = scenario.wire_encoding != "raw" and table.layout.int8_smaller
+        always = scenario.wire_encoding == "int8"
+        self._int8 = Int8(table.layout, table.int8_decode_bytes_per_s, always) if encodes else None
+        self._config = scenario.node_config(ablation)
+        first = first_costs(table.forward_s, table.token_s, table.layout.token_bytes)
+        self._believes = replace(first, int8_share=table.layout.int8_share)
         if scenario.beliefs == "link":
             self._believes = table.costs(
                 pull_latency_s=max(2 * inside.latency_s, 1e-4), pull_bytes_per_s=inside.bulk_bytes_per_s / 2
             )
         self._pool = CentralPool(self.world, scenario.central, inside) if fabric == "central" else None
         self.agents: list[SimAgent] = []
-        self.observed = Observed(fabric, scenario.duration_s)
+        self.observed = Observed(fabric if ablation is None else ablation.title, scenario.duration_s)
         self._convergence = Convergence(self.world)
+        self._publishing: Publishing | None = None
+        self.origin_s = 0.0
+        self._begun = 0
+        self._answering: dict[int, tuple[SimNode, int]] = {}
 
     def run(self, progress: Progress = lambda share: None) -> Observed:
         """Simulate. Times of outcomes count from the end of joining."""
@@ -91,18 +117,22 @@ class Simulation:
         self.world.frames.clear()
         self.world.frame_bytes.clear()
         control_before = list(self.world.frame_bytes_of)
-        origin_s = self.world.now
+        origin_s = self.origin_s = self.world.now
         self._schedule_faults(origin_s)
         self._follow_updates(origin_s)
         self._publish()
-        finished = self._ask_all(origin_s)
+        self._gather_herds(origin_s)
+        self._ask_all(origin_s)
         self._advance(self.scenario.duration_s, progress)
         observed = self.observed
         observed.control_bytes = [b - a for a, b in zip(control_before, self.world.frame_bytes_of, strict=True)]
         observed.traffic, observed.frames = self.world.frame_bytes.copy(), self.world.frames.copy()
-        self.world.run(DRAIN_S, until=lambda: finished.done)
+        if self._pool is not None:
+            observed.pool = _load_of(self._pool, self.scenario.duration_s)
+        self.world.run(DRAIN_S, until=self._all_answered)
         observed.outcomes = [replace(each, started_at=each.started_at - origin_s) for each in observed.outcomes]
         observed.outcomes.sort(key=lambda each: (each.started_at, each.agent))
+        observed.outages = _outages(self.world, origin_s)
         self._finish(observed)
         return observed
 
@@ -119,7 +149,8 @@ class Simulation:
                 self.world.at(at_s, lambda machine=machine: self.world.join(machine, *self._seeds(machine)))  # type: ignore[misc]
             fabric = self._fabric_of(machine)
             seed = self._rng.getrandbits(64)
-            self.agents.append(SimAgent(number, fabric, self._table, self._rules, self._believes, seed))
+            rules = replace(self._rules, model_id=record.model_id)
+            self.agents.append(SimAgent(number, fabric, self._table, rules, self._believes, seed))
         if alone:
             for machine in self.world.nodes:
                 machine.alone = True
@@ -140,11 +171,11 @@ class Simulation:
             node_id=NodeId(self._rng.randbytes(NODE_ID_BYTES)),
             epoch=1,
             name=f"agent-{number}",
-            model_id=MODEL,
+            model_id=_model(number % self.scenario.models),
             control=f"{host}:{port}",
             bulk=f"{host}:{port + 1}",
             host=HOST if same_host else b"",
-            capabilities=Capability.SHARED_MEMORY if same_host else 0,
+            capabilities=(Capability.SHARED_MEMORY if same_host else 0) | (Capability.INT8 if self._int8 else 0),
         )
 
     def _seeds(self, machine: SimNode) -> list[str]:
@@ -153,9 +184,10 @@ class Simulation:
 
     def _fabric_of(self, machine: SimNode) -> Fabric:
         if self._pool is not None:
-            return CentralFabric(self.world, machine, self._pool)
+            site = machine.number % self.scenario.network.sites
+            return CentralFabric(self.world, machine, self._pool, self._links[min(site, 1)], self._int8)
         if self.fabric == "peers":
-            return PeerFabric(self.world, machine)
+            return PeerFabric(self.world, machine, self._int8)
         return OwnFabric(self.world, machine, keeps=self.fabric == "own")
 
     def _advance(self, seconds: float, progress: Progress) -> None:
@@ -165,11 +197,11 @@ class Simulation:
             progress((step + 1) / steps)
 
     def _schedule_faults(self, origin_s: float) -> None:
-        if self.fabric != "peers":
-            return
-        faults = Faults(self.world, random.Random(self._rng.getrandbits(64)), lambda machine: self._seeds(machine)[0])
+        rng = random.Random(f"faults {self._seed}")  # the same agents are hit on every fabric
+        faults = Faults(self.world, rng, lambda machine: self._seeds(machine)[0])
         for fault in self.scenario.faults:
-            self.world.at(origin_s + fault.at_s, lambda fault=fault: faults.begin(fault))  # type: ignore[misc]
+            if self.fabric == "peers" or fault.kind in AGENT_FAULTS:
+                self.world.at(origin_s + fault.at_s, lambda fault=fault: faults.begin(fault))  # type: ignore[misc]
 
     def _follow_updates(self, origin_s: float) -> None:
         if self.fabric != "peers" or not self.scenario.updates or self.scenario.agents < 2:
@@ -182,42 +214,59 @@ class Simulation:
                 lambda machine=machine, number=number: self._convergence.publish(machine, number),  # type: ignore[misc]
             )
 
+    def _gather_herds(self, origin_s: float) -> None:
+        spec = self.scenario.herd
+        if self.fabric != "peers" or not spec.times:
+            return
+        rng = random.Random(f"herds {self._seed}")
+        herds = Herds(self.world, rng, spec.blocks, spec.block_bytes, spec.spread_s)
+        self.observed.herds = herds.over
+        for number in range(spec.times):
+            self.world.at(origin_s + self.scenario.duration_s * number / spec.times, partial(herds.begin, number))
+
     def _publish(self) -> None:
         scenario = self.scenario
         if self.fabric == "peers" and scenario.publish_per_s:
             rng = random.Random(f"publishing {self._seed}")
-            Publishing(self.world, rng, scenario.publish_per_s, scenario.publish_kept).begin()
+            self._publishing = Publishing(self.world, rng, scenario.publish_per_s, scenario.publish_kept)
+            self._publishing.begin()
 
-    def _ask_all(self, origin_s: float) -> Promise[list[None]]:
+    def quiet(self) -> None:
+        """From now on nobody publishes unasked."""
+        if self._publishing is not None:
+            self._publishing.ends_at = self.world.now
+
+    def _ask_all(self, origin_s: float) -> None:
         workload = self.scenario.make_workload()
         if workload is None:
-            return gather([])
+            return
         tasks = until(workload, random.Random(f"tasks {self._seed}"), self.scenario.duration_s)
-        done: list[Promise[None]] = []
+        chosen = self.scenario.only_tasks
+        tasks = [tasks[number] for number in chosen if number < len(tasks)] if chosen else tasks
+        _check_length(tasks, self._table)
         for task in tasks:
-            promise: Promise[None] = Promise()
-            done.append(promise)
-            self.world.at(
-                origin_s + task.at_s,
-                lambda task=task, promise=promise: self._begin(task, promise),  # type: ignore[misc]
-            )
+            self.world.at(origin_s + task.at_s, lambda task=task: self._begin(task))  # type: ignore[misc]
         self.observed.unanswered = sum(len(task.steps) for task in tasks)
-        return gather(done)
 
-    def _begin(self, task: Task, promise: Promise[None]) -> None:
+    def _begin(self, task: Task) -> None:
         outputs: dict[int, str] = {number: f"{task.name}: answer {number}" for number in range(len(task.steps))}
         answered = [Promise[None]() for _ in task.steps]
         for number, step in enumerate(task.steps):
             before = gather([answered[earlier] for earlier in step.after])
             before.then(partial(self._begin_step, number, step, outputs, answered[number]))
-        gather(answered).then(lambda _: promise.resolve(None))
 
     def _begin_step(
         self, number: int, step: Step, outputs: dict[int, str], answered: Promise[None], before: list[None]
     ) -> None:
-        spawn(self._step(number, step, outputs, answered))
+        machine = self.world.nodes[step.agent]
+        if machine.up:  # who is down is not asked: the prompt stays unanswered, and so does what builds on its answer
+            self._begun += 1
+            self._answering[self._begun] = machine, machine.generation
+            spawn(self._step(self._begun, number, step, outputs, answered))
 
-    def _step(self, number: int, step: Step, outputs: dict[int, str], answered: Promise[None]) -> Process[None]:
+    def _step(
+        self, begun: int, number: int, step: Step, outputs: dict[int, str], answered: Promise[None]
+    ) -> Process[None]:
         prompt = prompt_of(step, outputs)
         answer = answer_of(step, outputs[number])
         agent = self.agents[step.agent]
@@ -225,25 +274,72 @@ class Simulation:
         self.observed.outcomes.append(outcome)
         self.observed.unanswered -= 1
         answered.resolve(None)
+        del self._answering[begun]
+
+    def _all_answered(self) -> bool:
+        """Nobody who is still up is at work on an answer."""
+        return not any(machine.generation == generation for machine, generation in self._answering.values())
 
     def _finish(self, observed: Observed) -> None:
         world = self.world
         observed.steps = world.steps
         observed.convergence_s = self._convergence.times_s()
+        observed.heard_s = self._convergence.each_s()
+        observed.updates_unfinished = self._convergence.unfinished()
         observed.index_rows = [machine.node.stats().peer_anchors for machine in world.nodes if machine.up]
         observed.served_bytes = list(world.payload_bytes_of)
         if self._pool is not None:
             observed.served_bytes = [self._pool.served_bytes]
-        observed.violations = sum(machine.node.stats().violations for machine in world.nodes if machine.up)
+        stats = [machine.node.stats() for machine in world.nodes if machine.up]
+        observed.busy_told = sum(each.busy for each in stats)
+        observed.violations = sum(each.violations for each in stats)
         observed.false_deaths = _false_deaths(world)
 
 
-def _rules_of(scenario: Scenario, fabric: str, rules: ReuseRules) -> Rules:
+def _model(number: int) -> ModelId:
+    return MODEL if number == 0 else ModelId(f"simulated {number:05d}.".encode())
+
+
+def _check_length(tasks: Sequence[Task], table: CostTable) -> None:
+    longest = max(step.prompt_tokens + step.answer_tokens for task in tasks for step in task.steps)
+    if longest > table.context_tokens_max:
+        raise ConfigError(
+            f"workload: a prompt and its answer have {longest} tokens, the model of {table.name} reads "
+            f"{table.context_tokens_max}: lower its tokens, or choose other costs"
+        )
+
+
+def _load_of(pool: CentralPool, seconds: float) -> PoolLoad:
+    return PoolLoad(
+        lock=pool.lock.busy_s / seconds,
+        sends=pool.sends.busy_s / seconds,
+        receives=pool.receives.busy_s / seconds,
+        evicted=pool.evicted,
+    )
+
+
+def _outages(world: World, origin_s: float) -> list[Outage]:
+    """Who was down when, in the order in which they went."""
+    began: dict[int, float] = {}
+    outages: list[Outage] = []
+    for when, number, on in world.switched:
+        if not on:
+            began[number] = when - origin_s
+        elif number in began:
+            outages.append(Outage(number, began.pop(number), when - origin_s))
+    outages += [Outage(number, since, math.inf) for number, since in began.items()]
+    return sorted(outages, key=lambda each: (each.from_s, each.agent))
+
+
+def _rules_of(scenario: Scenario, fabric: str, rules: ReuseRules, ablation: Ablation | None) -> Rules:
     if fabric == "none":
         return Rules(Mode.DENSE, rules, MODEL)
     if fabric == "own":
         return Rules(Mode.EXACT, ReuseRules(approximate=False, reason="prefix cache"), MODEL)
-    return Rules(Mode(scenario.mode), rules, MODEL)
+    whole = Rules(Mode(scenario.mode), rules, MODEL)
+    if ablation is None:
+        return whole
+    return replace(whole, replicates=ablation.replicates, by_context=ablation.by_context)
 
 
 def _host(number: int) -> str:
@@ -260,6 +356,6 @@ def check_fits(scenario: Scenario, memory_bytes: int) -> None:
     needed = scenario.memory_bytes()
     if needed > memory_bytes:
         raise ConfigError(
-            f"{scenario.agents} agents need about {needed / 1e9:.1f} GB, {memory_bytes / 1e9:.1f} GB are free: "
-            "lower agents"
+            f"{scenario.agents} agents for {scenario.duration_s:g} s need about {needed / 1e9:.1f} GB, "
+            f"{memory_bytes / 1e9:.1f} GB are free: lower agents, duration_s, tasks_per_s or updates"
         )

@@ -1,28 +1,18 @@
-"""Scenarios run: one on several fabrics, or one many times with something changed."""
+"""One scenario run on several fabrics, and the figures that come of it."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import msgspec
-
-from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.sim.cost_table import load_table
+from kvcomm_p2p.sim.herd import HerdSeen
 from kvcomm_p2p.sim.invariants import Invariants
-from kvcomm_p2p.sim.metrics import Observed, Summary, hit_rate_over_time, misses, percentile, summarize
-from kvcomm_p2p.sim.scenario import Scenario, check_scenario, put_key
+from kvcomm_p2p.sim.metrics import Observed, PoolLoad, Summary, summarize
+from kvcomm_p2p.sim.scenario import Scenario
 from kvcomm_p2p.sim.simulation import Simulation
-
-RulesOf = Callable[[Scenario], ReuseRules]
-"""What the scenario's model profile allows in its mode: reading profiles is not the simulator's."""
 
 Progress = Callable[[str, float], None]
 """(what is running, 0 to 1)."""
@@ -47,15 +37,17 @@ def run_study(
     check: bool = True,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Study:
-    """Run the scenario on each of its fabrics. `check`: watch the invariants. `clock`: wall time, for `Observed.wall_s` alone.
+    """Run the scenario on each of its fabrics, and on peers without each of its ablations.
+
+    `check`: watch the invariants. `clock`: wall time, for `Observed.wall_s` alone.
     Raises ConfigError for what the scenario names and is not there, InvariantBroken."""
     table = load_table(scenario.costs)
     done: list[Observed] = []
-    for fabric in scenario.fabrics:
+    for name, fabric, ablation in scenario.runs():
         started = clock()
-        simulation = Simulation(scenario, fabric, table, rules)
+        simulation = Simulation(scenario, fabric, table, rules, ablation=ablation)
         invariants = Invariants(simulation.world) if check and fabric == "peers" else None
-        observed = simulation.run(lambda share, fabric=fabric: progress(fabric, share))  # type: ignore[misc]
+        observed = simulation.run(lambda share, name=name: progress(name, share))  # type: ignore[misc]
         if invariants is not None:
             invariants.check_all()
         observed.wall_s = clock() - started
@@ -87,38 +79,59 @@ NAMES = {
 }
 
 
+BASELINES = frozenset({"none", "own", "central"})
+"""Everything else is the protocol, or the protocol without something."""
+
+
+def named(run: str) -> str:
+    """What people call a run of a study: a fabric, or what `ablations` says of it already."""
+    return NAMES.get(run, run)
+
+
 def figures(study: Study) -> list[Figure]:
     """What a study says, fabric by fabric; times against no sharing where that was simulated too."""
     rows: list[Figure] = []
     summaries = study.summaries()
     plain = next((each for each in summaries if each.fabric == "none"), None)
     for observed, summary in zip(study.observed, summaries, strict=True):
-        case = f"{study.scenario.name}: {NAMES[summary.fabric]}"
+        case = f"{study.scenario.name}: {named(summary.fabric)}"
         rows += _requests(case, summary, plain)
-        if summary.fabric == "peers":
+        if observed.pool is not None:
+            rows += _pool(case, observed.pool)
+        if summary.fabric not in BASELINES:
             rows += _protocol(case, observed, summary)
     return rows
 
 
 def _requests(case: str, summary: Summary, plain: Summary | None) -> list[Figure]:
     n = summary.requests
-    if not n:
-        return []
     rows = []
+    if summary.unanswered:
+        rows.append(Figure(case, "not answered", float(summary.unanswered), "prompts", n + summary.unanswered))
+    if not n:
+        return rows
     for name, value in (("p50", summary.ttft_p50_s), ("p90", summary.ttft_p90_s), ("p99", summary.ttft_p99_s)):
         base = getattr(plain, f"ttft_{name}_s") if plain is not None and plain is not summary else None
         ratio = base / value if base is not None and value > 0 else None
         rows.append(Figure(case, f"first token, {name}", value, "s", n, base, ratio))
     rows.append(Figure(case, "waiting for the model, p50", summary.queued_p50_s, "s", n))
+    rows.append(Figure(case, "waiting for the model, p99", summary.queued_p99_s, "s", n))
     if summary.fabric != "none":
         rows.append(Figure(case, "covered by donors", 100 * summary.covered, "%", n))
         rows.append(Figure(case, "not recomputed", 100 * summary.reused, "%", n))
         rows.append(Figure(case, "of these behind the same exact prefix", 100 * summary.exact, "%", n))
         rows.append(Figure(case, "pulled", summary.pulled_bytes / 1e6, "MB", n))
         rows.append(Figure(case, "largest share of bytes from one holder", 100 * summary.served_max_share, "%", n))
-    if summary.unanswered:
-        rows.append(Figure(case, "not answered in time", float(summary.unanswered), "prompts", n + summary.unanswered))
     return rows
+
+
+def _pool(case: str, pool: PoolLoad) -> list[Figure]:
+    return [
+        Figure(case, "work for the pool's lock", 100 * pool.lock, "% of the time", 1),
+        Figure(case, "work for the pool's interface, sending", 100 * pool.sends, "% of the time", 1),
+        Figure(case, "work for the pool's interface, receiving", 100 * pool.receives, "% of the time", 1),
+        Figure(case, "anchors that the pool evicted", float(pool.evicted), "anchors", 1),
+    ]
 
 
 def _protocol(case: str, observed: Observed, summary: Summary) -> list[Figure]:
@@ -130,9 +143,12 @@ def _protocol(case: str, observed: Observed, summary: Summary) -> list[Figure]:
         Figure(case, "simulated events", float(observed.steps), "events", 1),
     ]
     if observed.convergence_s:
-        times, n = observed.convergence_s, len(observed.convergence_s)
-        rows.append(Figure(case, "an update known to all, median", percentile(times, 50), "s", n))
-        rows.append(Figure(case, "an update known to all, p99", percentile(times, 99), "s", n))
+        rows.append(Figure(case, "an update known to all, median", summary.update_median_s, "s", summary.updates))
+        rows.append(Figure(case, "an update known to all, p99", summary.update_p99_s, "s", summary.updates))
+    if observed.updates_unfinished:
+        followed = summary.updates + observed.updates_unfinished
+        rows.append(Figure(case, "updates not known to all", float(observed.updates_unfinished), "updates", followed))
+    rows += _herds(case, observed.herds)
     if summary.requests:
         rows.append(Figure(case, "time lost waiting, p99", summary.wait_lost_p99_s, "s", summary.requests))
     for name, size in sorted(observed.traffic.items()):
@@ -141,105 +157,18 @@ def _protocol(case: str, observed: Observed, summary: Summary) -> list[Figure]:
     return rows
 
 
-def series(study: Study) -> dict[str, Any]:
-    """Curves for plots: per fabric hit rate over time, sorted first-token times, load per holder, misses, convergence."""
-    curves: dict[str, Any] = {}
-    for observed in study.observed:
-        at, share = hit_rate_over_time(observed)
-        counted = [each for each in observed.outcomes if each.started_at >= study.scenario.warmup_s]
-        curves[observed.fabric] = {
-            "time_s": at.tolist(),
-            "reused": [None if value != value else value for value in share.tolist()],
-            "ttft_s": sorted(each.ttft_s for each in counted),
-            "served_bytes": sorted(observed.served_bytes, reverse=True),
-            "misses": dict(sorted(misses(observed).items())),
-            "traffic": dict(sorted(observed.traffic.items())),
-            "convergence_s": sorted(observed.convergence_s),
-        }
-    return curves
-
-
-# ---------------------------------------------------------------------------------------------------------------- sweeps
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One run of a sweep: what was changed, and the scenario that results."""
-
-    changes: tuple[tuple[str, Any], ...]
-    scenario: Scenario
-
-    @property
-    def key(self) -> str:
-        """Names the run: equal scenarios are the same run, whatever the order of keys."""
-        told = json.dumps(msgspec.to_builtins(self.scenario), sort_keys=True, default=str)
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-
-
-def points(written: Mapping[str, Any], over: Mapping[str, Sequence[Any]], repeats: int = 1) -> list[Point]:
-    """All combinations of the values in `over` ("agents": [4, 8, 16], …), each with `repeats` seeds. Raises ConfigError for
-    an empty sweep or a combination that is no scenario."""
-    if not over or not all(over.values()):
-        raise ConfigError("nothing to sweep over: give at least one key with values, as --over agents=4,8,16")
-    made = []
-    for combination in itertools.product(*over.values()):
-        for repeat in range(repeats):
-            changes = dict(zip(over, combination, strict=True))
-            base = json.loads(json.dumps(written, default=str))
-            for key, value in changes.items():
-                put_key(base, key, value)
-            base["seed"] = int(base.get("seed", 0)) + repeat
-            made.append(Point((*changes.items(), ("seed", base["seed"])), check_scenario(base)))
-    return made
-
-
-def run_point(point: Point, rules: ReuseRules) -> dict[str, Any]:
-    """One run, as what a sweep keeps of it."""
-    study = run_study(point.scenario, rules)
-    return {
-        "key": point.key,
-        "changes": dict(point.changes),
-        "figures": [asdict(figure) for figure in figures(study)],
-        "summaries": [asdict(summary) for summary in study.summaries()],
-    }
-
-
-def sweep(
-    chosen: Sequence[Point], rules: ReuseRules, folder: Path, *, executor: Executor | None = None, jobs: int = 1
-) -> Iterator[dict[str, Any]]:
-    """Run what is not in `folder` yet and yield every run as it is there: first those that were, then as they finish. A run is
-    written whole or not at all, so an interrupted sweep goes on where it was. `executor`: where to run (a Dask client's or
-    Ray's own executor works as well); by default `jobs` processes of this machine."""
-    folder.mkdir(parents=True, exist_ok=True)
-    left = []
-    for point in chosen:
-        kept = _kept(folder / f"{point.key}.json")
-        if kept is None:
-            left.append(point)
-        else:
-            yield kept
-    if not left:
-        return
-    # What is read-only does not travel to other processes.
-    rules = replace(rules, repairs=dict(rules.repairs), short=dict(rules.short), short_from=dict(rules.short_from))
-    own = ProcessPoolExecutor(max_workers=jobs) if executor is None else None
-    try:
-        futures = {(executor or own).submit(run_point, point, rules): point for point in left}  # type: ignore[union-attr]
-        for future in as_completed(futures):
-            run = future.result()
-            path = folder / f"{futures[future].key}.json"
-            partial = path.with_suffix(".part")
-            partial.write_text(json.dumps(run))
-            partial.replace(path)
-            yield run
-    finally:
-        if own is not None:
-            own.shutdown(wait=False, cancel_futures=True)
-
-
-def _kept(path: Path) -> dict[str, Any] | None:
-    try:
-        run: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return run if {"key", "changes", "figures", "summaries"} <= run.keys() else None
+def _herds(case: str, herds: Sequence[HerdSeen]) -> list[Figure]:
+    """Worst of all herds; a transfer is what one anchor takes on an idle link."""
+    if not herds:
+        return []
+    n = len(herds)
+    reasons: Counter[str] = sum((each.missed for each in herds), Counter())
+    return [
+        Figure(case, "copies that the origin of a herd sent, most", max(each.copies for each in herds), "", n),
+        Figure(case, "copies that the origin of a herd sent, mean", sum(each.copies for each in herds) / n, "", n),
+        Figure(case, "everybody has it after, most", max(each.last_s / each.alone_s for each in herds), "transfers", n),
+        Figure(case, "everybody has it after, most", max(each.last_s for each in herds), "s", n),
+        Figure(case, "agents of a herd that missed blocks", float(sum(each.missing for each in herds)), "agents", n),
+        Figure(case, "time lost by one agent of a herd, most", max(each.wait_lost_s for each in herds), "s", n),
+        *(Figure(case, f"blocks that herds missed: {name}", float(reasons[name]), "", n) for name in sorted(reasons)),
+    ]

@@ -73,9 +73,11 @@ class ClusterNode:
         deadline_s: float = 30.0,
         at: float = 0.0,
         publish: bool = False,
+        pass_on: bool = False,
         strike: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Pull a whole anchor, not before `at`, and hold it if `publish` and all of it came.
+        """Pull a whole anchor, not before `at`, and hold it if `publish` and all of it came. `pass_on`: its blocks may be served
+        to others as they come, as an engine's are.
 
         `strike`: send the signal `name` to the process `pid` once more than `after_bytes` payload bytes came. In the answer
         `right` says that the found blocks are the ones that were meant, `struck_at` is 0 if the signal was not sent.
@@ -85,7 +87,8 @@ class ClusterNode:
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         struck = self._strike(**strike) if strike else (lambda: 0.0)
         started = time.monotonic()
-        result = await self.driver.fetch(NodeId(bytes.fromhex(holder)), wants, deadline_s)
+        anchors = (describe(number, form),) if pass_on else ()
+        result = await self.driver.fetch(NodeId(bytes.fromhex(holder)), wants, deadline_s, anchors=anchors)
         ended = time.monotonic()
         missed: dict[str, int] = {}
         for miss in result.missed.values():

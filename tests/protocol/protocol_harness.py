@@ -117,6 +117,17 @@ def make_node(index: int, *, now: float = 0.0, config: NodeConfig | None = None,
     return Node(config or NodeConfig(), me=record(index, **changes), rng=random.Random(index), now=now)
 
 
+def wait(node: Node, until: float) -> list[ev.Effect]:
+    """Time passes until then, and the node is woken whenever it wants to be."""
+    effects: list[ev.Effect] = []
+    for _ in range(1000):
+        due = node.next_deadline()
+        if due >= until:
+            return effects + node.handle(ev.TimerExpired(), until)
+        effects += node.handle(ev.TimerExpired(), due)
+    raise AssertionError("the node wants to be woken again and again at the same time")
+
+
 class Network:
     """Nodes, a clock and a queue. Every message goes through the wire codec.
 

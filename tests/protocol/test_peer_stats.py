@@ -36,6 +36,21 @@ def test_misses_are_counted_by_reason_for_the_holder() -> None:
     assert view(network, b, c).misses == {}
 
 
+def test_misses_of_a_fetch_from_several_holders_count_where_they_happened() -> None:
+    network, (a, b, c, d) = joined(4)
+    network.publish(d, meta("x"))
+    network.run(1.0)
+    network.fetch(b, 1, a, meta("x"), others=(c,))  # neither has it
+    network.fetch(b, 2, a, meta("y"), others=(d,))
+    network.frozen.add(d)
+    network.run(1.0)
+    assert view(network, b, a).misses == {"not_found": 4} and not view(network, b, d).misses
+    network.frozen.add(c)
+    network.fetch(b, 3, d, meta("x"), others=(c,))
+    network.run(1.0)
+    assert view(network, b, d).misses == {"stalled": 2}
+
+
 def test_a_frozen_holder_is_seen_in_misses_and_penalties() -> None:
     network, (a, b) = joined(2)
     network.publish(a, meta("x"))

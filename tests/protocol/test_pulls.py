@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wants
+from protocol_harness import Network, block_bytes, held, joined, make_node, meta, new_handle, record, wait, wants
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
@@ -94,8 +94,8 @@ def test_frozen_holder_costs_no_more_than_the_stall_timeout_and_is_not_asked_aga
     node.handle(chunk(1, 0), 1.1)
     node.handle(ev.BlockVerified(fetch.wants[0].handle, True), 1.1)
     wake_at = 1.1 + NodeConfig().pull_stall_timeout_s
-    assert not of(node.handle(ev.TimerExpired(), wake_at - 0.001), ev.FinishFetch)
-    effects = node.handle(ev.TimerExpired(), wake_at)
+    assert not of(wait(node, wake_at - 0.001), ev.FinishFetch)
+    effects = wait(node, wake_at)
     (finish,) = of(effects, ev.FinishFetch)
     assert reasons(finish) == [MissReason.STALLED] and len(finish.found) == 1
     assert finish.wait_lost_s == pytest.approx(0.2, abs=1e-9)
@@ -110,7 +110,7 @@ def test_a_request_that_has_lost_time_already_waits_less() -> None:
     node = puller()
     node.handle(replace(request(), stall_s=0.05), 1.0)
     assert node.next_deadline() <= 1.05
-    (finish,) = of(node.handle(ev.TimerExpired(), 1.05), ev.FinishFetch)
+    (finish,) = of(wait(node, 1.05), ev.FinishFetch)
     assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(0.05)
 
 
@@ -120,7 +120,7 @@ def test_penalties_double_and_end_with_a_delivery() -> None:
     for fetch_id, penalty_s in ((1, 1.0), (2, 2.0), (3, 4.0)):
         node.handle(request(fetch_id, deadline=now + 9), now)
         now += 0.2
-        node.handle(ev.TimerExpired(), now)
+        wait(node, now)
         assert {peer.name: peer.penalty_s for peer in node.peers()}["node1"] == pytest.approx(penalty_s)
         now += penalty_s + 0.01
         node.handle(hello(PEER), now)
@@ -128,7 +128,7 @@ def test_penalties_double_and_end_with_a_delivery() -> None:
     (pull_id,) = pull_ids(node.handle(fetch, now))
     node.handle(chunk(pull_id, 0), now)
     node.handle(ev.BlockVerified(fetch.wants[0].handle, True), now)
-    node.handle(ev.TimerExpired(), now + 0.2)
+    wait(node, now + 0.2)
     assert {peer.name: peer.penalty_s for peer in node.peers()}["node1"] == pytest.approx(1.0)
 
 
@@ -137,6 +137,7 @@ def test_a_holder_that_goes_ends_everything_at_once(event: ev.Event) -> None:
     node, fetch = puller(), request()
     node.handle(fetch, 1.0)
     node.handle(ev.TokensRequested(9, PEER.node_id, DOC, 5.0), 1.0)
+    wait(node, 1.05)
     effects = node.handle(event, 1.05)
     (finish,) = of(effects, ev.FinishFetch)
     assert reasons(finish) == [MissReason.UNREACHABLE] * 2 and finish.wait_lost_s == pytest.approx(0.05)
@@ -158,7 +159,7 @@ def test_deadline_is_kept_and_the_loss_is_the_time_since_progress() -> None:
     node.handle(fetch, 1.0)
     node.handle(chunk(1, 0, 0, 8), 1.12)
     assert node.next_deadline() <= 1.15
-    (finish,) = of(node.handle(ev.TimerExpired(), 1.15), ev.FinishFetch)
+    (finish,) = of(wait(node, 1.15), ev.FinishFetch)
     assert reasons(finish) == [MissReason.DEADLINE] * 2 and finish.wait_lost_s == pytest.approx(0.03)
 
 
@@ -175,7 +176,7 @@ def test_a_holder_that_sends_just_enough_not_to_stall_is_not_asked_again_soon(de
         node.handle(chunk(1, 0, offset, 1), now)
         now += 0.15
         at = min(now, deadline)
-        answers += of(node.handle(ev.TimerExpired(), at), ev.FinishFetch)
+        answers += of(wait(node, at), ev.FinishFetch)
         if answers:
             break
     assert reasons(answers[0]) == [MissReason.DEADLINE] * 2 and at == deadline
@@ -188,7 +189,7 @@ def test_waiting_for_digests_is_not_time_lost_to_a_peer() -> None:
     node.handle(request(2, deadline=1.5), 1.0)
     for ordinal in (0, 1):
         node.handle(chunk(1, ordinal), 1.01)
-    answers = of(node.handle(ev.TimerExpired(), 1.5), ev.FinishFetch)
+    answers = of(wait(node, 1.5), ev.FinishFetch)
     assert [reasons(answer) for answer in answers] == [[MissReason.DEADLINE] * 2] * 2
     assert [answer.wait_lost_s for answer in answers] == [0.0, 0.0]
 
@@ -209,12 +210,12 @@ def test_busy_is_asked_again_while_there_is_time() -> None:
     node.handle(request(), 1.0)
     busy = ev.MessageReceived(PEER.node_id, m.PullFailed(1, None, m.PullFailedReason.BUSY, 0.05))
     assert node.handle(busy, 1.01) == []
-    (again,) = pull_ids(node.handle(ev.TimerExpired(), 1.06))
+    (again,) = pull_ids(wait(node, 1.06))
     assert (
         node.handle(ev.MessageReceived(PEER.node_id, m.PullFailed(again, None, m.PullFailedReason.BUSY, 0.05)), 1.07)
         == []
     )
-    assert len(pull_ids(node.handle(ev.TimerExpired(), 1.12))) == 1
+    assert len(pull_ids(wait(node, 1.12))) == 1
 
 
 def test_a_busy_holder_is_given_up_when_waiting_costs_more_than_it_brings() -> None:
@@ -225,7 +226,7 @@ def test_a_busy_holder_is_given_up_when_waiting_costs_more_than_it_brings() -> N
         busy = ev.MessageReceived(PEER.node_id, m.PullFailed(pull_id, None, m.PullFailedReason.BUSY, 0.04))
         node.handle(busy, now + 0.001)
         now = node.next_deadline()
-        effects = node.handle(ev.TimerExpired(), now)
+        effects = wait(node, now)
         if of(effects, ev.FinishFetch):
             break
         (pull_id,) = pull_ids(effects) or [pull_id]
@@ -342,20 +343,21 @@ def test_a_follower_loses_no_more_than_one_stall() -> None:
     node = puller()
     node.handle(request(1, deadline=1.15), 1.0)
     node.handle(request(2), 1.0)
-    (first,) = of(node.handle(ev.TimerExpired(), 1.15), ev.FinishFetch)
+    (first,) = of(wait(node, 1.15), ev.FinishFetch)
     assert first.wait_lost_s == pytest.approx(0.15)
-    (finish,) = of(node.handle(ev.TimerExpired(), 1.2), ev.FinishFetch)
+    (finish,) = of(wait(node, 1.2), ev.FinishFetch)
     assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(0.2)
 
 
 def test_a_follower_has_its_own_patience_and_its_own_holder() -> None:
     node = puller()
     node.handle(request(1), 1.0)
+    wait(node, 1.1)
     node.handle(request(2, holder=OTHER.node_id), 1.1)
-    effects = node.handle(ev.TimerExpired(), 1.2)
+    effects = wait(node, 1.2)
     assert [answer.wait_lost_s for answer in of(effects, ev.FinishFetch)] == [pytest.approx(0.2)]
     assert [e.to for e in of(effects, ev.SendMessage) if isinstance(e.message, m.Pull)] == [OTHER.node_id]
-    (finish,) = of(node.handle(ev.TimerExpired(), 1.3), ev.FinishFetch)
+    (finish,) = of(wait(node, 1.3), ev.FinishFetch)
     assert finish.fetch_id == 2 and finish.wait_lost_s == pytest.approx(0.2)
 
 
@@ -364,7 +366,7 @@ def test_pulls_of_one_holder_wait_their_turn_and_stall_together() -> None:
     for fetch_id in (1, 2, 3):
         node.handle(request(fetch_id, anchor=meta(fetch_id)), 1.0)
     assert node.stats().pulls == 3
-    effects = node.handle(ev.TimerExpired(), 1.2)
+    effects = wait(node, 1.2)
     assert sorted(answer.fetch_id for answer in of(effects, ev.FinishFetch)) == [1, 2, 3]
     assert not pull_ids(effects)
 
@@ -375,7 +377,7 @@ def test_a_queued_pull_starts_when_another_has_all_its_bytes() -> None:
     assert pull_ids(node.handle(request(2, anchor=meta("b")), 1.0)) == []
     node.handle(chunk(1, 0), 1.19)
     assert pull_ids(node.handle(chunk(1, 1), 1.3)) == [2]
-    assert not of(node.handle(ev.TimerExpired(), 1.45), ev.FinishFetch)
+    assert not of(wait(node, 1.45), ev.FinishFetch)
 
 
 def test_empty_fetch_and_reused_id() -> None:
@@ -467,7 +469,7 @@ def test_silent_pullers_lose_their_upload_and_gone_ones_at_once() -> None:
     node.handle(pull(1, sender=OTHER.node_id), 1.0)
     node.handle(ev.PeerUnreachable(OTHER.node_id), 1.1)
     assert node.stats().uploads == 1
-    node.handle(ev.TimerExpired(), 1.0 + NodeConfig().upload_lease_s)
+    wait(node, 1.0 + NodeConfig().upload_lease_s)
     assert node.stats().uploads == 0
 
 
@@ -556,9 +558,9 @@ def test_tokens_stall_deadline_and_nonsense() -> None:
     node = puller()
     node.handle(ev.TokensRequested(1, PEER.node_id, DOC, 5.0), 1.0)
     node.handle(ev.TokensRequested(2, OTHER.node_id, DOC, 1.05), 1.0)
-    (deadline,) = of(node.handle(ev.TimerExpired(), 1.05), ev.FinishTokens)
+    (deadline,) = of(wait(node, 1.05), ev.FinishTokens)
     assert deadline.result.reason is MissReason.DEADLINE and deadline.wait_lost_s == pytest.approx(0.05)
-    (stalled,) = of(node.handle(ev.TimerExpired(), 1.1), ev.FinishTokens)
+    (stalled,) = of(wait(node, 1.1), ev.FinishTokens)
     assert stalled.result.reason is MissReason.STALLED and stalled.wait_lost_s == pytest.approx(0.1)
     (boxed,) = node.handle(ev.TokensRequested(3, PEER.node_id, DOC, 5.0), 1.2)
     assert isinstance(boxed, ev.FinishTokens) and isinstance(boxed.result, Miss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from protocol_harness import block_bytes, joined, meta, record, wants
+from protocol_harness import block_bytes, joined, meta, record, wait, wants
 from test_pulls import BLOCK, DOC, OTHER, PEER, chunk, hello, of, pull_ids, puller, reasons, request, sent
 
 from kvcomm_p2p.protocol import events as ev
@@ -13,6 +13,7 @@ from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.lateness import PULSE_S
 
 THIRD = record(3)
 STALL_S = NodeConfig().pull_stall_timeout_s
@@ -78,8 +79,8 @@ def test_silence_for_half_of_the_patience_brings_in_another_holder_and_the_first
     node = puller()
     node.handle(request(others=(OTHER.node_id,)), 1.0)
     assert node.next_deadline() <= 1.0 + STALL_S / 2
-    assert not asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2 - 0.001))
-    ((to, later),) = asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2))
+    assert not asked(wait(node, 1.0 + STALL_S / 2 - 0.001))
+    ((to, later),) = asked(wait(node, 1.0 + STALL_S / 2))
     assert to == OTHER.node_id and later.blocks == (
         m.PullBlock(DOC.anchor_id, 0, BLOCK),
         m.PullBlock(DOC.anchor_id, 1, BLOCK),
@@ -93,7 +94,7 @@ def test_silence_for_half_of_the_patience_brings_in_another_holder_and_the_first
 def test_the_first_holder_wins_with_any_sign_of_life() -> None:
     node = puller()
     node.handle(request(others=(OTHER.node_id,)), 1.0)
-    ((_, later),) = asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2))
+    ((_, later),) = asked(wait(node, 1.0 + STALL_S / 2))
     effects = node.handle(chunk(1, 0, 0, 8), 1.11)
     assert (OTHER.node_id, m.CancelPull(later.pull_id)) in [(e.to, e.message) for e in of(effects, ev.SendMessage)]
     assert node.handle(chunk(later.pull_id, 0, sender=OTHER.node_id), 1.12) == []
@@ -103,8 +104,8 @@ def test_the_first_holder_wins_with_any_sign_of_life() -> None:
 def test_a_race_is_lost_by_both_in_the_time_of_one_stall() -> None:
     node, fetch = puller(), request(others=(OTHER.node_id,))
     node.handle(fetch, 1.0)
-    node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2)
-    effects = node.handle(ev.TimerExpired(), 1.0 + STALL_S)
+    wait(node, 1.0 + STALL_S / 2)
+    effects = wait(node, 1.0 + STALL_S)
     (finish,) = of(effects, ev.FinishFetch)
     assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(STALL_S)
     assert len(sent(effects, m.CancelPull)) == 2 and penalised(node) == ["node1"]
@@ -114,7 +115,7 @@ def test_a_race_is_lost_by_both_in_the_time_of_one_stall() -> None:
 def test_when_one_of_a_race_refuses_the_other_goes_on(winner_fails: bool) -> None:
     node = puller()
     node.handle(request(others=(OTHER.node_id,)), 1.0)
-    ((_, later),) = asked(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2))
+    ((_, later),) = asked(wait(node, 1.0 + STALL_S / 2))
     refusing, pull_id = (PEER, 1) if winner_fails else (OTHER, later.pull_id)
     other, other_id = (OTHER, later.pull_id) if winner_fails else (PEER, 1)
     gone = failed(pull_id, m.PullFailedReason.NOT_FOUND)
@@ -172,7 +173,7 @@ def test_a_busy_holder_names_peers_and_the_living_are_asked_at_once() -> None:
     assert to == OTHER.node_id, "the third is not known to live"
     gone = ev.MessageReceived(OTHER.node_id, failed(pull.pull_id, m.PullFailedReason.NOT_FOUND))
     assert not asked(node.handle(gone, 1.02)), "the holder is not asked again before it wants to be"
-    assert [to for to, _ in asked(node.handle(ev.TimerExpired(), 1.051))] == [PEER.node_id]
+    assert [to for to, _ in asked(wait(node, 1.051))] == [PEER.node_id]
 
 
 def test_a_large_fetch_is_asked_for_in_pieces_and_each_block_once() -> None:
@@ -194,7 +195,17 @@ def test_pulls_per_peer_hold_for_hedges_too() -> None:
     node = puller(NodeConfig(pulls_per_peer_max=1))
     node.handle(request(1, holder=OTHER.node_id, anchor=meta("x")), 1.0)
     node.handle(request(2, others=(OTHER.node_id,)), 1.0)
-    assert pull_ids(node.handle(ev.TimerExpired(), 1.0 + STALL_S / 2)) == []
+    assert pull_ids(wait(node, 1.0 + STALL_S / 2)) == []
+
+
+def rung_late(node: Any, by_s: float, until: float) -> tuple[list[ev.Effect], float]:
+    """Every timer rings so late, until a fetch is finished or it is `until`. Returns all effects, and when that was."""
+    effects: list[ev.Effect] = []
+    now = 0.0
+    while now < until and not of(effects, ev.FinishFetch):
+        now = max(now, node.next_deadline()) + by_s
+        effects += node.handle(ev.TimerExpired(), now)
+    return effects, now
 
 
 def test_a_timer_that_rings_late_is_nobodys_silence() -> None:
@@ -202,9 +213,103 @@ def test_a_timer_that_rings_late_is_nobodys_silence() -> None:
     node.handle(request(), 1.0)
     late = 1.0 + STALL_S + 0.3
     assert not of(node.handle(ev.TimerExpired(), late), ev.FinishFetch), "bytes may be waiting to be read"
-    assert late < node.next_deadline() <= late + 0.05
-    (finish,) = of(node.handle(ev.TimerExpired(), node.next_deadline()), ev.FinishFetch)
+    patient_until = late + STALL_S - PULSE_S
+    assert not of(wait(node, patient_until - 0.001), ev.FinishFetch), "of that silence a pulse was the holder's"
+    (finish,) = of(wait(node, patient_until), ev.FinishFetch)
     assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s == pytest.approx(STALL_S)
+    assert node.stats().pull_counts["late"] == 1
+
+
+@pytest.mark.parametrize("by_s", [0.03, 0.1])
+def test_a_node_that_always_comes_late_still_gives_up_a_frozen_holder(by_s: float) -> None:
+    node = puller()
+    node.handle(request(deadline=90.0), 1.0)
+    effects, ended = rung_late(node, by_s, 60.0)
+    (finish,) = of(effects, ev.FinishFetch)
+    assert reasons(finish) == [MissReason.STALLED] * 2
+    assert finish.wait_lost_s <= STALL_S + 1e-9, "what was ours is not charged to the holder"
+    turns = STALL_S / PULSE_S + 3
+    assert STALL_S <= ended - 1.0 <= turns * (PULSE_S + by_s)
+
+
+def test_a_holder_that_fell_silent_is_asked_again_at_its_first_word_while_there_is_patience() -> None:
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK, pulls_per_peer_max=1))
+    fetch = request()
+    (first,) = sent(node.handle(fetch, 1.0), m.Pull)
+    busy = failed(first.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.01, referrals=(OTHER.node_id,))
+    ((_, at_other),) = asked(node.handle(ev.MessageReceived(PEER.node_id, busy), 1.0))
+    ((to, at_first),) = asked(wait(node, 1.011))
+    assert to == PEER.node_id
+    index = at_other.blocks[0].index
+    wait(node, 1.15)
+    node.handle(chunk(at_other.pull_id, 0, 0, 8, sender=OTHER.node_id), 1.15)
+    effects = node.handle(chunk(at_other.pull_id, 0, 8, BLOCK - 8, sender=OTHER.node_id), 1.16)
+    effects += node.handle(ev.BlockVerified(fetch.wants[index].handle, True), 1.16)
+    effects += wait(node, 1.25)
+    assert (PEER.node_id, m.CancelPull(at_first.pull_id)) in [(e.to, e.message) for e in of(effects, ev.SendMessage)]
+    assert penalised(node) == ["node1"] and not of(effects, ev.FinishFetch), "there is patience left"
+    node.handle(hello(PEER), 1.26)
+    ((to, again),) = asked(wait(node, 1.28))
+    assert to == PEER.node_id and again.blocks[0].index == at_first.blocks[0].index
+    node.handle(chunk(again.pull_id, 0), 1.29)
+    (finish,) = of(node.handle(ev.BlockVerified(fetch.wants[1 - index].handle, True), 1.3), ev.FinishFetch)
+    assert len(finish.found) == 2 and 0.05 <= finish.wait_lost_s <= STALL_S
+
+
+def test_who_falls_silent_for_good_costs_one_patience_in_all() -> None:
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK, pulls_per_peer_max=1))
+    fetch = request()
+    (first,) = sent(node.handle(fetch, 1.0), m.Pull)
+    now = 1.19
+    node.handle(chunk(first.pull_id, 0), now)
+    node.handle(ev.BlockVerified(fetch.wants[first.blocks[0].index].handle, True), now)
+    effects: list[ev.Effect] = []
+    while not of(effects, ev.FinishFetch) and now < 3.0:
+        now += 0.03
+        effects = wait(node, now)
+        effects += node.handle(hello(PEER), now)  # it lives, but sends nothing of what it owes
+    (finish,) = of(effects, ev.FinishFetch)
+    assert len(finish.missed) == 1
+    assert finish.wait_lost_s <= STALL_S + 1e-9 and now <= 1.19 + STALL_S + 0.06
+
+
+def test_who_loses_a_race_but_speaks_is_not_punished() -> None:
+    node = puller()
+    node.handle(request(others=(OTHER.node_id,)), 1.0)
+    ((_, later),) = asked(wait(node, 1.0 + STALL_S / 2))
+    node.handle(hello(PEER), 1.11)
+    node.handle(chunk(later.pull_id, 0, sender=OTHER.node_id), 1.12)
+    assert penalised(node) == [] and node.stats().pull_counts["hedge_won"] == 1
+
+
+def test_pieces_grow_while_nobody_else_wants_the_holder() -> None:
+    long = meta("long", tokens=512)
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK))
+    pulls = sent(node.handle(ev.FetchRequested(1, (PEER.node_id,), wants(long), 5.0), 1.0), m.Pull)
+    sizes = []
+    while pulls:
+        pull = pulls.pop(0)
+        sizes.append(len(pull.blocks))
+        for ordinal in range(len(pull.blocks)):
+            pulls += sent(node.handle(chunk(pull.pull_id, ordinal), 1.01), m.Pull)
+    assert sizes == [1, 1, 2, 4, 8]
+
+
+def test_pieces_stay_small_at_a_holder_that_others_want() -> None:
+    long = meta("long", tokens=512)
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK))
+    first, *pulls = sent(node.handle(ev.FetchRequested(1, (PEER.node_id,), wants(long), 5.0), 1.0), m.Pull)
+    busy = failed(first.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.005)
+    node.handle(ev.MessageReceived(PEER.node_id, busy), 1.0)
+    now, sizes = 1.0, []
+    while pulls:
+        pull = pulls.pop(0)
+        sizes.append(len(pull.blocks))
+        now += 0.01
+        for ordinal in range(len(pull.blocks)):
+            pulls += sent(node.handle(chunk(pull.pull_id, ordinal), now), m.Pull)
+        pulls += sent(wait(node, now + 0.006), m.Pull)
+    assert sum(sizes) == 16 and set(sizes) == {1}
 
 
 def test_what_comes_from_elsewhere_meanwhile_is_progress_of_the_request() -> None:
@@ -213,10 +318,11 @@ def test_what_comes_from_elsewhere_meanwhile_is_progress_of_the_request() -> Non
     (first,) = sent(node.handle(fetch, 1.0), m.Pull)
     busy = failed(first.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.01, referrals=(OTHER.node_id,))
     ((_, at_other),) = asked(node.handle(ev.MessageReceived(PEER.node_id, busy), 1.0))
-    ((to, at_first),) = asked(node.handle(ev.TimerExpired(), 1.011))
+    ((to, at_first),) = asked(wait(node, 1.011))
     assert to == PEER.node_id and at_first.blocks[0].index != at_other.blocks[0].index
+    wait(node, 1.15)
     node.handle(chunk(at_first.pull_id, 0, 0, 8), 1.15)
-    effects = node.handle(ev.TimerExpired(), 1.0 + STALL_S)
+    effects = wait(node, 1.0 + STALL_S)
     assert (OTHER.node_id, m.CancelPull(at_other.pull_id)) in [
         (e.to, e.message) for e in of(effects, ev.SendMessage)
     ], "a silent holder is left, whatever others send"
@@ -229,5 +335,5 @@ def test_what_a_holder_sends_for_one_pull_is_life_for_its_others() -> None:
     first, second = sent(node.handle(request(), 1.0), m.Pull)
     node.handle(chunk(first.pull_id, 0, 0, 8), 1.19)
     node.handle(chunk(first.pull_id, 0, 8, 8), 1.38)
-    assert not of(node.handle(ev.TimerExpired(), 1.5), ev.FinishFetch) and node.stats().pulls == 2
+    assert not of(wait(node, 1.5), ev.FinishFetch) and node.stats().pulls == 2
     assert second.pull_id in node._pulls._table.pulls

@@ -16,6 +16,7 @@ from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import BlockHandle
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.pace import GROWTH_MAX
 
 PEERS = [record(1), record(2), record(3)]
 ANCHORS = [meta(label) for label in range(3)]
@@ -65,7 +66,7 @@ class PullMachine(RuleBasedStateMachine):
             assert effect.to is not None
             assert effect.message.pull_id not in self.pulls, "asked twice under one id"
             if self.KEEPS_TO_PIECES:
-                assert sum(block.wire_bytes for block in effect.message.blocks) <= PIECE
+                assert sum(block.wire_bytes for block in effect.message.blocks) <= GROWTH_MAX * PIECE
             self.pulls[effect.message.pull_id] = (effect.to, effect.message)
         elif isinstance(effect, ev.StoreChunk):
             assert self.references[effect.handle] > 0, "written to a dropped handle"

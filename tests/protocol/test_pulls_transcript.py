@@ -89,9 +89,8 @@ def history() -> str:
     scribe.tell("a second fetch wants the same", ev.FetchRequested(2, (two,), wants(LONG)[:1], 9.0), 1.04)
     now = 1.05
     while node.stats().fetches and now < 2.0:
-        deadline = max(now, node.next_deadline())
-        scribe.tell("time", ev.TimerExpired(), deadline)
-        now = deadline + 0.001
+        now = max(now, node.next_deadline())
+        scribe.tell("time", ev.TimerExpired(), now)
     few = wants(DOC)
     scribe.tell("fetch two blocks of node3", ev.FetchRequested(3, (three,), few, 9.0, anchors=(DOC,)), 2.5)
     scribe.tell("the first comes", ev.ChunkReceived(three, 8, 0, 0, BLOCK), 2.51)

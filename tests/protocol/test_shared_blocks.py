@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from protocol_harness import held, make_node, meta, record, wants
+from protocol_harness import held, make_node, meta, record, wait, wants
 from test_pulls_machine import PullMachine
 
 from kvcomm_p2p.protocol import events as ev
@@ -136,7 +136,7 @@ def test_blocks_that_are_being_taken_are_not_a_stall() -> None:
     node, event = node_of(), request()
     (pull,) = sent(node.handle(event, 0.0), m.Pull)
     node.handle(offer(pull.pull_id, 0, 1, 2, 3), 0.01)
-    assert node.handle(ev.TimerExpired(), 1.5) == [] or not of(node.handle(ev.TimerExpired(), 1.5), ev.FinishFetch)
+    assert not of(wait(node, 1.5), ev.FinishFetch)
     for want in event.wants:
         effects = node.handle(ev.BlockVerified(want.handle, True), 2.0)
     (finish,) = of(effects, ev.FinishFetch)

@@ -76,6 +76,17 @@ def test_a_busy_holder_names_who_just_got_it() -> None:
     assert busy.referrals == (), "the dead are not named"
 
 
+def test_who_credited_some_of_a_pull_is_named_for_those_blocks_alone() -> None:
+    node = holder(NodeConfig(uploads_max=1))
+    node.handle(pull(1, sender=PEER.node_id), 1.0)
+    one = tuple((m.PullBlock(DOC.anchor_id, index, BLOCK),) for index in range(2))
+    asks = [ev.MessageReceived(OTHER.node_id, m.Pull(9, blocks, 10**6)) for blocks in one]
+    node.handle(ev.MessageReceived(PEER.node_id, m.Credit(1, BLOCK - 1)), 1.1)
+    assert [sent(node.handle(ask, 1.1), m.PullFailed)[0].referrals for ask in asks] == [(), ()]
+    node.handle(ev.MessageReceived(PEER.node_id, m.Credit(1, BLOCK)), 1.2)
+    assert [sent(node.handle(ask, 1.2), m.PullFailed)[0].referrals for ask in asks] == [(PEER.node_id,), ()]
+
+
 def test_referrals_are_the_last_eight_and_expire() -> None:
     config = NodeConfig(uploads_max=1)
     node = holder(config)
@@ -91,6 +102,23 @@ def test_referrals_are_the_last_eight_and_expire() -> None:
     node.handle(pull(4, sender=PEER.node_id), 1.0 + config.passing_on_s)
     (late,) = sent(node.handle(pull(5, sender=OTHER.node_id), 1.0 + config.passing_on_s), m.PullFailed)
     assert late.referrals == ()
+
+
+def test_nothing_is_passed_on_and_nobody_is_named_where_that_is_off() -> None:
+    network, ids = joined(3, config=NodeConfig(uploads_max=1, passing_on_s=0.0))
+    network.publish(ids[0], DOC)
+    network.fetch(ids[1], 1, ids[0], DOC, anchors=(DOC,))
+    network.run(0.1)
+    assert len(network.take(ids[1], ev.FinishFetch)[0].found) == DOC.blocks
+    assert len(network.nodes[ids[1]]._onward) == 0
+    network.fetch(ids[2], 1, ids[1], DOC)
+    network.run(0.1)
+    assert not network.take(ids[2], ev.FinishFetch)[0].found
+    node = holder(NodeConfig(uploads_max=1, passing_on_s=0.0))
+    finished(node, PEER, 1, 1.0)
+    node.handle(pull(2, sender=PEER.node_id), 1.0)
+    (busy,) = sent(node.handle(pull(1, sender=OTHER.node_id), 1.0), m.PullFailed)
+    assert busy.reason is m.PullFailedReason.BUSY and busy.referrals == ()
 
 
 def test_pullers_of_what_the_asker_may_not_see_are_not_named() -> None:

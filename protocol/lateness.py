@@ -1,0 +1,45 @@
+"""When this node itself did not run: time that its timers were late by is nobody's silence.
+
+While anything is waited for, the node asks to be woken every PULSE_S. Whoever has the processors for longer than that
+shows in the next event, whatever it is, and clocks by which others are judged are put forward by so much.
+"""
+
+from __future__ import annotations
+
+import math
+
+PULSE_S = 0.02
+"""Seconds between two looks at the clock while something is waited for. Shorter: more turns, finer judgement."""
+
+LATE_S = 0.02
+"""A timer that rings later than this was held up: bytes may be waiting to be read, so nobody is given up in that moment."""
+
+
+class Lateness:
+    """Sees from `now` and from when this node wanted to be woken how long it did not run.
+
+    `judges_at`: nobody is given up before. It lies LATE_S after a late awakening, so that what has arrived is read first;
+    not after the second one in a row, or a node that is always late would never give up anybody.
+    """
+
+    def __init__(self) -> None:
+        self._ran_at = -math.inf
+        self._graced = False
+        self.judges_at = -math.inf
+
+    @property
+    def pulse_at(self) -> float:
+        """When the node wants to look at the clock again, if it waits for anything."""
+        return self._ran_at + PULSE_S
+
+    def woke(self, now: float, due: float) -> float:
+        """Something happens at `now`; at `due` the node wanted to be woken (infinity: not at all). Returns the seconds that
+        it did not run, 0 for up to LATE_S."""
+        late_s = now - max(due, self._ran_at)
+        self._ran_at = now
+        if late_s <= LATE_S:
+            self._graced = self._graced and now < self.judges_at
+            return 0.0
+        self.judges_at = now if self._graced else now + LATE_S
+        self._graced = not self._graced
+        return late_s

@@ -1,0 +1,123 @@
+"""Time passes over fetches and pulls: deadlines, silence, second holders. What `Pulls` does when nothing happens."""
+
+from __future__ import annotations
+
+import math
+
+from kvcomm_p2p.protocol import racing
+from kvcomm_p2p.protocol.anchors import Miss, MissReason
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.protocol.events import Effect
+from kvcomm_p2p.protocol.flight_table import FlightTable
+from kvcomm_p2p.protocol.flights import Fetch, PullState
+from kvcomm_p2p.protocol.lateness import LATE_S, Lateness
+from kvcomm_p2p.protocol.penalties import PenaltyBox
+from kvcomm_p2p.protocol.sources import Sources
+
+DRIP_STALLS = 5
+"""Stall timeouts that a holder has before it can be found to be too slow; shorter deadlines are the caller's affair."""
+
+
+class Patience:
+    """Who waited for how long. Shares its tables with `Pulls`; methods return effects."""
+
+    def __init__(self, config: NodeConfig, table: FlightTable, sources: Sources, penalties: PenaltyBox) -> None:
+        self._config = config
+        self._table = table
+        self._sources = sources
+        self._penalties = penalties
+        self._lateness = Lateness()
+        self._deadline: float | None = None
+
+    def woke(self, now: float) -> None:
+        """Before anything else at `now`: what this node did not run, though it wanted to be woken, is nobody's silence."""
+        late_s = self._lateness.woke(now, self.next_deadline())
+        self._deadline = None
+        if late_s > 0 and self._table.fetches:
+            self._table.counts["late"] += 1
+            self._table.stood_still(late_s, now)
+
+    def next_deadline(self) -> float:
+        """Computed once after each event."""
+        if self._deadline is None:
+            self._deadline = self._next_deadline()
+        return self._deadline
+
+    def _next_deadline(self) -> float:
+        table, config = self._table, self._config
+        deadline = min((fetch.event.deadline for fetch in table.fetches.values()), default=math.inf)
+        if not table.pulls and not table.waiting:
+            return deadline
+        judged = math.inf
+        for pull in table.pulls.values():
+            judged = min(judged, pull.hedges_at(config))
+            for fetch in pull.waiting():
+                judged = min(judged, fetch.impatient_at(config, pull.progress_at))
+        for flight in table.waiting.values():
+            judged = min(judged, table.tired_at(flight))
+        if table.waiting:
+            deadline = min(deadline, self._sources.retry_at())
+        return min(deadline, self._lateness.pulse_at, max(judged, self._lateness.judges_at))
+
+    def tick(self, now: float) -> list[Effect]:
+        """Give up what has waited for too long, and ask whom there is to ask instead."""
+        effects: list[Effect] = []
+        for fetch in tuple(self._table.fetches.values()):
+            if fetch.event.deadline <= now:
+                self._dripped(fetch, now)
+                effects += self._table.abandon(fetch, Miss(MissReason.DEADLINE), now)
+        judges = now >= self._lateness.judges_at
+        for pull in tuple(self._table.pulls.values()) if judges else ():
+            if pull.pull_id in self._table.pulls:
+                effects += self._judge(pull, now)
+        effects += self._table.schedule(now)
+        if judges:
+            effects += self._table.tire(now)
+        self._sources.forget_retries(now)
+        return effects + self._table.schedule(now)
+
+    def _judge(self, pull: PullState, now: float) -> list[Effect]:
+        """A pull that may have been silent for too long, for its holder or for one of those who wait for it."""
+        if pull.stalls_at(self._config) <= now:
+            return self._stalled(pull, now)
+        effects: list[Effect] = []
+        for fetch in pull.waiting():
+            if fetch.impatient_at(self._config, pull.progress_at) <= now:
+                miss = Miss(MissReason.STALLED, "nothing came while the request had time to wait")
+                effects += self._table.lose_patience(fetch, pull, miss, now)
+        if pull.pull_id in self._table.pulls and pull.hedges_at(self._config) <= now:
+            effects += self._hedge(pull, now)
+        return effects
+
+    def _dripped(self, fetch: Fetch, now: float) -> None:
+        """A fetch ends by its deadline with little: who had half of that time, and as long as DRIP_STALLS stalls, sends
+        just enough not to stall."""
+        if not fetch.got_little or now - fetch.event.deadline > LATE_S:
+            return
+        least_s = max((now - fetch.started_at) / 2, DRIP_STALLS * self._config.pull_stall_timeout_s)
+        for pull in self._table.pulls.values():
+            if now - pull.began_at >= least_s and fetch in pull.waiting():
+                self._penalties.punish(pull.holder, now)
+
+    def _stalled(self, pull: PullState, now: float) -> list[Effect]:
+        """Nothing came for as long as may be waited. What it owed is asked of others, or of the same once it shows life, as
+        far as those who want it have patience left."""
+        since = pull.progress_at
+        # Otherwise it was not the holder who was impatient.
+        self._sources.fell_silent(pull.holder, now, punish=now - since >= self._config.pull_stall_timeout_s / 2)
+        lost = (since, now)
+        effects = [] if pull.rival is None else self._table.end(pull.rival, None)
+        return effects + self._table.end(pull, None, lost=lost)
+
+    def _hedge(self, pull: PullState, now: float) -> list[Effect]:
+        """Half of what may be waited is over: ask somebody else too, if there is anybody."""
+        pull.hedged = True
+        owed = pull.owed
+        for holder in self._sources.others(owed[0], pull.holder, now):
+            if self._table.active(holder) < self._config.pulls_per_peer_max:
+                asked = [flight for flight in owed if holder in self._sources.others(flight, pull.holder, now)]
+                later = self._table.open(holder, asked, now)
+                racing.begin(pull, later)
+                self._table.counts["hedged"] += 1
+                return [later.ask(self._config.credit_bytes)]
+        return []
