@@ -1,4 +1,4 @@
-"""Pictures of studies and sweeps. Matplotlib comes with the extra `eval`; importing this module needs it."""
+"""Pictures of one study. Matplotlib comes with the extra `eval`; importing this module needs it."""
 
 from __future__ import annotations
 
@@ -14,121 +14,195 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvcomm_p2p.sim.study import NAMES
+from kvcomm_p2p.sim.study import named
 
-COLOURS = {"none": "#7f7f7f", "own": "#e0a030", "central": "#c0392b", "peers": "#2471a3"}
-INK = "#333333"
+LOOKS = {
+    "none": ("#767676", ":", "^"),
+    "own": ("#E69F00", "--", "s"),
+    "central": ("#D55E00", "-.", "D"),
+    "peers": ("#0072B2", "-", "o"),
+}
+"""Colour, line and marker of a fabric; colours of Okabe and Ito, which people who see fewer colours can tell apart."""
+
+OTHERS = (
+    ("#CC79A7", "-", "v"),
+    ("#009E73", "-", "P"),
+    ("#56B4E9", "-", "X"),
+    ("#000000", "-", "*"),
+    ("#999933", "-", "p"),
+)
+"""Of the protocol without something, in their order."""
+
+INK, PALE = "#333333", "#d9d9d9"
 STYLE: Any = {
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "axes.titlesize": 10,
+    "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#ececec",
+    "grid.linewidth": 0.8,
     "legend.frameon": False,
-    "figure.dpi": 120,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "figure.dpi": 130,
 }
 
 
 def draw_study(name: str, curves: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Pictures of one study from `study.series`; returns the files. What was not observed is not drawn."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Pictures of one study from `curves.series`; returns the files. What was not observed is not drawn."""
     made = []
+    asked = {fabric: each for fabric, each in curves.items() if each["ttft_s"]}
+    peers = curves.get("peers")
     with pyplot.rc_context(STYLE):
-        asked = {fabric: each for fabric, each in curves.items() if each["ttft_s"]}
         if asked:
-            made.append(_save(_answers(name, asked), folder / f"{name}-first-token.png"))
-        peers = curves.get("peers")
-        if peers is not None:
-            made.append(_save(_protocol(name, peers), folder / f"{name}-protocol.png"))
+            made.append(save(_answers(name, asked), folder / f"{name}-first-token.png"))
+        if peers is not None and "outages" in peers and peers["ttft_s"]:
+            made.append(save(_outages(name, peers), folder / f"{name}-outages.png"))
+        if peers is not None and peers["ttft_s"] and sum(peers["served_bytes"]):
+            made.append(save(_holders(name, peers), folder / f"{name}-holders.png"))
+        if peers is not None and (peers["heard_s"] or peers["traffic"]):
+            made.append(save(_protocol(name, peers), folder / f"{name}-protocol.png"))
     return made
 
 
+def looks(fabrics: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Colour, line and marker for each."""
+    more = [fabric for fabric in fabrics if fabric not in LOOKS]
+    return {**LOOKS, **{fabric: OTHERS[number % len(OTHERS)] for number, fabric in enumerate(more)}}
+
+
 def _answers(name: str, asked: Mapping[str, Any]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.5))
+    look = looks(list(asked))
     for fabric, each in asked.items():
+        colour, line, _ = look[fabric]
         seconds = each["ttft_s"]
-        shares = [(i + 1) / len(seconds) for i in range(len(seconds))]
-        left.step(seconds, shares, where="post", color=COLOURS[fabric], label=NAMES[fabric])
+        left.step(seconds, _shares(seconds), where="post", color=colour, linestyle=line, label=named(fabric))
         if fabric != "none":
-            share = [float("nan") if value is None else 100 * value for value in each["reused"]]
-            right.plot(each["time_s"], share, color=COLOURS[fabric], marker=".", markersize=3)
-    left.set(title=f"{name}: first token", xlabel="seconds", ylabel="share of prompts", xscale="log", ylim=(0, 1.02))
-    left.legend(fontsize=8, loc="lower right")
-    right.set(title="not recomputed", xlabel="simulated seconds", ylabel="% of prompt tokens", ylim=(0, 100))
+            right.plot(each["time_s"], _percent(each["reused"]), color=colour, linestyle=line, label=named(fabric))
+    left.set(title=f"{name}: time to the first token", xlabel="seconds", ylabel="% of prompts answered", ylim=(0, 101))
+    _seconds_axis(left, [value for each in asked.values() for value in each["ttft_s"]])
+    right.set(title="Prompt tokens not recomputed", xlabel="simulated seconds", ylabel="%", ylim=(0, 100))
+    right.set_xlim(left=0)
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=min(4, len(asked)))
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    return figure
+
+
+def _outages(name: str, peers: Mapping[str, Any]) -> Figure:
+    """Who was down against who was not, and how fast who came back has something to reuse again."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.5))
+    end_s = peers["time_s"][-1] + peers["time_s"][0]
+    for _, from_s, until_s in peers["outages"]:
+        left.axvspan(from_s, end_s if until_s is None else until_s, color=PALE, alpha=0.5, linewidth=0)
+    blue, orange = LOOKS["peers"][0], LOOKS["central"][0]
+    left.plot(peers["time_s"], _percent(peers["reused_others"]), color=blue, label="never down")
+    hit = peers["reused_hit"]
+    left.plot(
+        peers["time_s"], _percent(hit), color=orange, linestyle="--", marker="o", markersize=3, label="down at times"
+    )
+    left.set(title=f"{name}: tokens not recomputed", xlabel="simulated seconds (grey: agents down)", ylabel="%")
+    left.set(ylim=(0, 100), xlim=(0, end_s))
+    left.legend(loc="lower right")
+    ages, shares = peers["since_return_s"], _percent(peers["since_return"])
+    bars = right.bar(ages, shares, width=0.8 * (ages[1] - ages[0]), color=orange)
+    for bar, count in zip(bars, peers["since_return_n"], strict=True):
+        if count:
+            middle = bar.get_x() + bar.get_width() / 2
+            right.annotate(f"{count}", (middle, 2), ha="center", color="white", fontsize=8, fontweight="bold")
+    right.axhline(_mean_percent(peers["reused_others"]), color=blue, linewidth=1.4, label="never down, all the time")
+    right.set(title="After a return with nothing", xlabel="seconds since the return (in bars: prompts)", ylabel="%")
+    right.set(ylim=(0, 100))
+    right.grid(axis="x", visible=False)
+    right.legend(loc="upper left")
+    figure.tight_layout()
+    return figure
+
+
+def _holders(name: str, peers: Mapping[str, Any]) -> Figure:
+    """Prompts asked of each agent, and KV that it served, as shares."""
+    prompts, served = peers["prompts"], peers["served_bytes"]
+    order = sorted(range(len(prompts)), key=lambda agent: (-prompts[agent], agent))
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.2))
+    places = range(len(order))
+    for shift, values, colour, label in (
+        (-0.2, prompts, LOOKS["own"][0], f"of {sum(prompts):,.0f} prompts asked"),
+        (0.2, served, LOOKS["peers"][0], f"of {sum(served) / 1e9:,.1f} GB of KV served to others"),
+    ):
+        shares = [100 * values[agent] / max(1, sum(values)) for agent in order]
+        axes.bar([place + shift for place in places], shares, width=0.4, color=colour, label=label)
+    axes.axhline(100 / len(order), color=INK, linewidth=1, linestyle=":", label="equal shares")
+    axes.set(title=f"{name}: load per agent", xlabel="agents, most asked first", ylabel="% of all")
+    axes.set_xticks(places, [str(agent) for agent in order] if len(order) <= 32 else [""] * len(order))
+    axes.grid(axis="x", visible=False)
+    axes.legend()
+    figure.tight_layout()
     return figure
 
 
 def _protocol(name: str, peers: Mapping[str, Any]) -> Figure:
-    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4))
-    times = peers["convergence_s"]
-    if times:
-        axes[0].step(times, [(i + 1) / len(times) for i in range(len(times))], where="post", color=COLOURS["peers"])
-    axes[0].set(title=f"{name}: an update known to all", xlabel="seconds", ylabel="share of updates", ylim=(0, 1.02))
-    axes[0].set_xlim(left=0)
-    _bars(axes[1], peers["traffic"], "control traffic", "bytes")
-    served = peers["served_bytes"]
-    axes[2].bar(range(len(served)), [value / 1e6 for value in served], color=COLOURS["peers"], width=1.0)
-    axes[2].set(title="KV served, per node", xlabel="nodes, busiest first", ylabel="MB")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.5), width_ratios=(3, 2))
+    blue = LOOKS["peers"][0]
+    heard, everybody = peers["heard_s"], peers["convergence_s"]
+    if heard:
+        left.plot(heard, _shares(heard), color=blue, label="% of nodes that have heard of an update")
+        left.step(
+            everybody, _shares(everybody), where="post", color=INK, linestyle="--", label="% of updates known to all"
+        )
+        left.legend(loc="lower right")
+    left.set(title=f"{name}: how news spread", xlabel="seconds since the update", ylabel="%", ylim=(0, 101))
+    left.set_xlim(left=0)
+    _bars(right, peers["traffic"])
+    figure.tight_layout()
     return figure
 
 
-def _bars(axes: Axes, values: Mapping[str, float], title: str, unit: str) -> None:
-    shown = sorted(values.items(), key=lambda item: item[1])[-10:]
-    axes.barh([name for name, _ in shown], [value for _, value in shown], color=COLOURS["peers"])
-    axes.set(title=title, xlabel=unit)
-    axes.tick_params(axis="y", labelsize=7)
+def _bars(axes: Axes, values: Mapping[str, float]) -> None:
+    shown = sorted(values.items(), key=lambda item: item[1])[-8:]
+    total = sum(values.values())
+    axes.barh([name for name, _ in shown], [100 * value / total for _, value in shown], color=LOOKS["peers"][0])
+    axes.set(title="Control traffic by message", xlabel=f"% of {total / 1e6:,.1f} MB, all nodes")
+    axes.grid(axis="y", visible=False)
 
 
-def draw_sweep(name: str, key: str, runs: Sequence[Mapping[str, Any]], metric: str, unit: str, folder: Path) -> Path:
-    """How a summary's `metric` changes with `key`, per fabric: medians over seeds, and the range."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(5.4, 3.6))
-        for fabric, by_value in sorted(_grouped(key, runs, metric).items()):
-            xs = sorted(by_value)
-            middle = [sorted(by_value[x])[len(by_value[x]) // 2] for x in xs]
-            axes.plot(xs, middle, color=COLOURS[fabric], marker="o", markersize=3.5, label=NAMES[fabric])
-            low, high = [min(by_value[x]) for x in xs], [max(by_value[x]) for x in xs]
-            axes.fill_between(xs, low, high, color=COLOURS[fabric], alpha=0.15, linewidth=0)
-        axes.set(title=f"{name}: {metric.replace('_', ' ')}", xlabel=key, ylabel=unit)
-        values = sorted({float(run["changes"][key]) for run in runs})
-        if _spreads(key, runs):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(values, [f"{value:g}" for value in values])
-            axes.minorticks_off()
-        seen = [
-            value for by_value in _grouped(key, runs, metric).values() for each in by_value.values() for value in each
-        ]
-        if max(seen) > 10 * min(seen) > 0:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8)
-        return _save(figure, folder / f"{name}-{metric}-by-{key.replace('.', '-')}.png")
+def _shares(values: Sequence[float]) -> list[float]:
+    """Percentages to which ascending values (or equally spaced quantiles) belong."""
+    return [100 * (number + 1) / len(values) for number in range(len(values))]
 
 
-def _grouped(key: str, runs: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict[float, list[float]]]:
-    grouped: dict[str, dict[float, list[float]]] = {}
-    for run in runs:
-        for summary in run["summaries"]:
-            if summary["requests"] or metric not in ("ttft_p50_s", "ttft_p90_s", "ttft_p99_s"):
-                by_value = grouped.setdefault(summary["fabric"], {})
-                by_value.setdefault(float(run["changes"][key]), []).append(summary[metric])
-    return grouped
+def _percent(shares: Sequence[float | None]) -> list[float]:
+    return [float("nan") if share is None else 100 * share for share in shares]
 
 
-def _spreads(key: str, runs: Sequence[Mapping[str, Any]]) -> bool:
-    values = [float(run["changes"][key]) for run in runs]
-    return min(values) > 0 and max(values) / min(values) > 8
+def _mean_percent(shares: Sequence[float | None]) -> float:
+    known = [share for share in shares if share is not None]
+    return 100 * sum(known) / max(1, len(known))
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    figure.tight_layout()
+def _seconds_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Logarithmic where values differ by much, with plain numbers."""
+    least, largest = min(values), max(values)
+    if least <= 0 or largest < 4 * least:
+        axes.set_xlim(left=0)
+        return
+    axes.set_xscale("log")
+    ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
+    axes.set_xticks([tick for tick in ticks if least / 1.5 <= tick <= 1.5 * largest])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes the picture and forgets it."""
     figure.savefig(path)
     pyplot.close(figure)
     return path

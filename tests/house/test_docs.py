@@ -20,7 +20,7 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 COMMAND = re.compile(r"\bkvcomm((?: +[^\s`|;&()]+)*)")
 SETTING = re.compile(r"\bKVCOMM_([A-Z0-9_]+)")
-TARGET = re.compile(r"\bmake ([a-z]+)")
+TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
 
 
 def texts() -> dict[str, str]:
@@ -97,7 +97,7 @@ def test_settings_exist() -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
     used = {target for text in texts().values() for code in CODE.findall(text) for target in TARGET.findall(code)}
     assert used
     assert used <= targets

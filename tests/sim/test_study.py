@@ -1,20 +1,18 @@
-"""Studies, sweeps that go on where they were, figures, pictures and the page."""
+"""Studies: figures, curves, pictures and the page."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.sim import study
 from kvcomm_p2p.sim.cost_table import load_table
+from kvcomm_p2p.sim.curves import quantiles, series
 from kvcomm_p2p.sim.report import page
 from kvcomm_p2p.sim.scenario import check_scenario
 
@@ -45,41 +43,6 @@ def test_figures_compare_with_no_sharing(done: study.Study) -> None:
     assert rows["peers (this protocol)", "an update known to all, median"].n == 2
 
 
-def test_a_sweep_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = study.points(WRITTEN, {"agents": [2, 3]})
-    rules = replace(RULES, repairs=MappingProxyType(dict(RULES.repairs)))
-    (first,) = study.sweep(points[:1], rules, tmp_path)
-    assert first["changes"]["agents"] == 2
-    (tmp_path / f"{points[1].key}.json").write_text("{half a fi")
-    ran: list[study.Point] = []
-    real = study.run_point
-    monkeypatch.setattr(study, "run_point", lambda point, rules: ran.append(point) or real(point, rules))
-    runs = list(study.sweep(points, rules, tmp_path, executor=_Here()))
-    assert [point.scenario.agents for point in ran] == [3]
-    assert {run["changes"]["agents"] for run in runs} == {2, 3}
-    assert runs == list(study.sweep(points, rules, tmp_path, executor=_Here())) and len(ran) == 1
-
-
-class _Here:
-    """An executor that is this process: what an engine of somebody else's offers."""
-
-    def submit(self, call: Any, *arguments: Any) -> Any:
-        from concurrent.futures import Future
-
-        future: Future[Any] = Future()
-        future.set_result(call(*arguments))
-        return future
-
-
-def test_points_are_all_combinations_and_checked() -> None:
-    made = study.points(WRITTEN, {"agents": [2, 4], "network.loss": [0.0, 0.1]}, repeats=2)
-    assert len(made) == 8 and len({point.key for point in made}) == 8
-    with pytest.raises(ConfigError, match="nothing to sweep"):
-        study.points(WRITTEN, {})
-    with pytest.raises(ConfigError, match="agents"):
-        study.points(WRITTEN, {"agents": [-2]})
-
-
 def test_the_page_holds_everything_and_escapes_it(done: study.Study, tmp_path: Path) -> None:
     picture = tmp_path / "p.png"
     picture.write_bytes(b"\x89PNG")
@@ -89,6 +52,7 @@ def test_the_page_holds_everything_and_escapes_it(done: study.Study, tmp_path: P
         load_table(scenario.costs),
         study.figures(done),
         [picture],
+        summaries=done.summaries(),
         command="kvcomm sim run tiny",
         scenario_text="agents = 2",
     )
@@ -96,13 +60,39 @@ def test_the_page_holds_everything_and_escapes_it(done: study.Study, tmp_path: P
     assert "peers (this protocol)" in text
 
 
-def test_pictures_are_drawn(done: study.Study, tmp_path: Path) -> None:
+def test_pictures_are_drawn_of_what_was_kept(done: study.Study, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from kvcomm_p2p.sim.plots import draw_study, draw_sweep
+    from kvcomm_p2p.sim.plots import draw_study
 
-    curves = json.loads(json.dumps(study.series(done)))
+    curves = json.loads(json.dumps(series(done)))
     files = draw_study("tiny", curves, tmp_path)
-    assert [path.name for path in files] == ["tiny-first-token.png", "tiny-protocol.png"]
-    runs = [study.run_point(point, RULES) for point in study.points(WRITTEN, {"agents": [2, 3]})]
-    path = draw_sweep("tiny", "agents", runs, "ttft_p99_s", "seconds", tmp_path)
-    assert all(each.stat().st_size > 5000 for each in [*files, path])
+    assert [path.name for path in files] == ["tiny-first-token.png", "tiny-holders.png", "tiny-protocol.png"]
+    assert all(each.stat().st_size > 5000 for each in files)
+
+
+def test_curves_have_few_points_and_keep_the_ends() -> None:
+    assert quantiles([3.0, 1.0, 2.0]) == [1.0, 2.0, 3.0]
+    thinned = quantiles([float(value) for value in range(10_001)])
+    assert len(thinned) == 101 and thinned[0] == 0 and thinned[50] == 5000 and thinned[-1] == 10_000
+
+
+def test_who_is_down_answers_nothing_on_any_fabric_and_comes_back_with_nothing() -> None:
+    """Agent 0 is down for a third of the run: its prompts of that time are failures, and what it reused before is gone."""
+    written = {
+        **WRITTEN,
+        "duration_s": 60.0,
+        "fabrics": ["none", "own", "central", "peers"],
+        "workload": {"kind": "rag", "tasks_per_s": 1.0, "documents": 4},
+        "faults": [{"kind": "restart", "at_s": 20.0, "for_s": 20.0, "nodes": [0]}],
+    }
+    done = study.run_study(check_scenario(written), RULES)
+    for observed in done.observed:
+        (outage,) = observed.outages
+        assert (outage.agent, outage.from_s, outage.until_s) == (0, pytest.approx(20.0), pytest.approx(40.0))
+        assert observed.unanswered > 0
+        asked_while_down = [each for each in observed.outcomes if each.agent == 0 and 20 < each.started_at < 40]
+        assert asked_while_down == []
+        assert any(each.agent == 0 and each.started_at > 40 for each in observed.outcomes)
+    assert len({observed.unanswered for observed in done.observed}) == 1
+    own = series(done)["own"]
+    assert own["since_return_n"][0] > 0 and own["since_return"][0] < max(filter(None, own["reused_others"]))

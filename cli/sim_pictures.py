@@ -1,0 +1,120 @@
+"""Pictures of `kvcomm sim`: of a study that just ran, of results that were kept, and the page that holds them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcomm_p2p.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvcomm_p2p.sim.scenario import Scenario
+    from kvcomm_p2p.sim.study import Figure, Study
+
+
+def check_can_write(paths: Sequence[Path | None], *, pictures: bool) -> None:
+    """Before a long simulation, not after it. Makes the folders. Raises ConfigError."""
+    for path in paths:
+        if path is None:
+            continue
+        _made(path.parent)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: choose another file")
+    if pictures:
+        _require_matplotlib()
+
+
+def draw(study: Study, folder: Path) -> list[Path]:
+    """Of what just ran. Raises ConfigError without matplotlib."""
+    from kvcomm_p2p.sim.curves import series
+
+    _require_matplotlib()
+    from kvcomm_p2p.sim.plots import draw_study
+
+    return draw_study(study.scenario.name, series(study), _made(folder))
+
+
+def draw_kept(kept: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Of a result or a sweep that was kept."""
+    _require_matplotlib()
+    from kvcomm_p2p.sim.plots import draw_study
+
+    if "curves" in kept:
+        return draw_study(kept["scenario"]["name"], kept["curves"], _made(folder))
+    return draw_runs(kept["scenario"], kept["over"], kept["runs"], folder)
+
+
+def draw_runs(
+    scenario: Mapping[str, Any], over: Mapping[str, Sequence[Any]], runs: Sequence[Mapping[str, Any]], folder: Path
+) -> list[Path]:
+    """Of a sweep."""
+    _require_matplotlib()
+    from kvcomm_p2p.sim.sweep_plots import draw_sweep
+
+    return draw_sweep(str(scenario["name"]), over, runs, _made(folder))
+
+
+def write_report(study: Study, rows: Sequence[Figure], path: Path, command: str) -> None:
+    """One HTML page with pictures, figures and the scenario. Raises ConfigError."""
+    import tempfile
+
+    from kvcomm_p2p.cli.sim_results import write_whole
+    from kvcomm_p2p.sim.cost_table import load_table
+    from kvcomm_p2p.sim.report import page
+
+    with tempfile.TemporaryDirectory() as folder:
+        table = load_table(study.scenario.costs)
+        drawn = draw(study, Path(folder))
+        text = page(
+            study.scenario,
+            table,
+            rows,
+            drawn,
+            summaries=study.summaries(),
+            command=command,
+            scenario_text=toml(study.scenario),
+        )
+        write_whole(path, text)
+
+
+def toml(scenario: Scenario) -> str:
+    """The scenario in full, as a file that can be run."""
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(scenario)
+    tables = {key: value for key, value in plain.items() if isinstance(value, dict) and value}
+    listed = {key: value for key, value in plain.items() if _is_tables(value)}
+    lines = [_line(key, value) for key, value in plain.items() if key not in {**tables, **listed} and value != {}]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(_line(key, value) for key, value in table.items())]
+    for name, entries in listed.items():
+        for entry in entries:
+            lines += ["", f"[[{name}]]", *(_line(key, value) for key, value in entry.items())]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, dict) for each in value)
+
+
+def _line(key: str, value: Any) -> Any:
+    """None for what TOML has no word for: it is the default then."""
+    return None if value is None else f"{key} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
+    return folder
+
+
+def _require_matplotlib() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib: pip install 'kvcomm-p2p[eval]'")

@@ -1,0 +1,157 @@
+"""Pictures of sweeps: how something grows with what was swept over, and how news spread in each run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvcomm_p2p.sim.crossing import crossings, range_of
+from kvcomm_p2p.sim.plots import INK, LOOKS, STYLE, looks, save
+from kvcomm_p2p.sim.study import named
+
+Runs = Sequence[Mapping[str, Any]]
+METRICS = {"ttft_p50_s": "median", "ttft_p99_s": "99th percentile"}
+NEWS_COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#000000")
+LINES = ("-", "--", ":", "-.")
+LOG_FROM = 6.0
+"""Values that differ by more than this factor get a logarithmic axis."""
+
+
+def draw_sweep(name: str, over: Mapping[str, Sequence[Any]], runs: Runs, folder: Path) -> list[Path]:
+    """Pictures over the first key of `over`, which must be numbers; further keys become panels (or lines). Returns the files;
+    what was not observed is not drawn."""
+    key = next(iter(over))
+    made = []
+    with pyplot.rc_context(STYLE):
+        if any(curves.get("heard_s") for run in runs for curves in run["curves"].values()):
+            made.append(save(_news(name, over, runs), folder / f"{name}-news-by-{_file(key)}.png"))
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in over[key])
+        if numbers and any(each["requests"] for run in runs for each in run["summaries"]):
+            for metric in METRICS:
+                told = "-".join(_file(each) for each in over)
+                made.append(save(_panels(name, key, runs, metric), folder / f"{name}-{metric}-by-{told}.png"))
+    return made
+
+
+def _file(key: str) -> str:
+    return key.replace(".", "-")
+
+
+def _panels(name: str, key: str, runs: Runs, metric: str) -> Figure:
+    by_setting: dict[tuple[tuple[str, Any], ...], list[Mapping[str, Any]]] = {}
+    for run in runs:
+        setting = tuple((other, value) for other, value in run["changes"].items() if other not in (key, "seed"))
+        by_setting.setdefault(setting, []).append(run)
+    columns = min(3, len(by_setting))
+    rows = -(-len(by_setting) // columns)
+    width = {1: 5.6, 2: 8.6, 3: 10.0}[columns]
+    figure, grid = pyplot.subplots(rows, columns, figsize=(width, 3.3 * rows + 0.4), squeeze=False)
+    for axes in grid.flat[len(by_setting) :]:
+        axes.set_visible(False)
+    for axes, (setting, chosen) in zip(grid.flat, by_setting.items(), strict=False):
+        told = ", ".join(f"{other} = {value}" for other, value in setting)
+        axes.set_title(told or f"{name}: first token, {METRICS[metric]}")
+        _panel(axes, key, chosen, metric)
+    handles: dict[str, Any] = {}
+    for axes in grid.flat:
+        handles.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4 if width > 6 else 2)
+    if any(by_setting):
+        figure.suptitle(f"{name}: first token, {METRICS[metric]}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.tight_layout(rect=(0, 0.09 if width > 6 else 0.14, 1, 1))
+    return figure
+
+
+def _panel(axes: Axes, key: str, runs: Runs, metric: str) -> None:
+    grouped = _grouped(key, runs, metric)
+    look = looks(list(grouped))
+    for fabric, by_value in grouped.items():
+        colour, line, marker = look[fabric]
+        xs = sorted(by_value)
+        middle = [median(by_value[x]) for x in xs]
+        axes.plot(xs, middle, color=colour, linestyle=line, marker=marker, markersize=4.5, label=named(fabric))
+        low, high = [min(by_value[x]) for x in xs], [max(by_value[x]) for x in xs]
+        axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+    _mark_crossing(axes, key, runs, metric)
+    values = sorted({x for by_value in grouped.values() for x in by_value})
+    seen = [value for by_value in grouped.values() for each in by_value.values() for value in each]
+    if values[0] > 0 and values[-1] / values[0] > LOG_FROM:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.minorticks_off()
+    if max(seen) > LOG_FROM * min(seen) > 0:
+        axes.set_yscale("log")
+        ticks = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
+        axes.set_yticks([tick for tick in ticks if min(seen) / 1.5 <= tick <= 1.5 * max(seen)])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel=key, ylabel="seconds")
+
+
+def _mark_crossing(axes: Axes, key: str, runs: Runs, metric: str) -> None:
+    """A line where the central pool is no better than own caches."""
+    for each in crossings(runs, key, metric=metric):
+        if each.against == "own" and any(bound is not None for bound in each.loses_from):
+            known = sorted(bound for bound in each.loses_from if bound is not None)
+            axes.axvline(median(known), color=INK, linewidth=1, linestyle=(0, (2, 3)))
+            told = f"pool no better than\nown caches from {range_of(each.loses_from, 'never')}"
+            axes.annotate(
+                told, (median(known), 1), xycoords=("data", "axes fraction"), xytext=(-4, -2),
+                textcoords="offset points", ha="right", va="top", fontsize=8, color=INK,
+            )  # fmt: skip
+
+
+def _news(name: str, over: Mapping[str, Sequence[Any]], runs: Runs) -> Figure:
+    """Share of nodes that have heard of an update, by the time since it was made: a colour for each value of the first key, a
+    line for each setting of the others."""
+    key, *others = over
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.8))
+    settings = list(dict.fromkeys(tuple(run["changes"][other] for other in others) for run in runs))
+    last_s = 0.0
+    for run in runs:
+        for fabric, curves in run["curves"].items():
+            heard = curves.get("heard_s")
+            if not heard:
+                continue
+            colour = NEWS_COLOURS[list(over[key]).index(run["changes"][key]) % len(NEWS_COLOURS)]
+            setting = tuple(run["changes"][other] for other in others)
+            told = ", ".join(
+                [_value(run["changes"][key], key), *(f"{o} {v}" for o, v in zip(others, setting, strict=True))]
+            )
+            shares = [100 * (number + 1) / len(heard) for number in range(len(heard))]
+            line = LINES[settings.index(setting) % len(LINES)]
+            alone = run["changes"]["seed"] == runs[0]["changes"]["seed"]
+            label = told if fabric == "peers" and alone else None
+            axes.plot([0, *heard], [0, *shares], color=colour, linestyle=line, label=label)
+            last_s = max(last_s, heard[-1])
+    axes.set(
+        title=f"{name}: how an update spreads", xlabel="seconds since the update", ylabel="% of nodes that know it"
+    )
+    axes.set(ylim=(0, 101), xlim=(0, last_s * 1.02))
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    return figure
+
+
+def _value(value: Any, key: str) -> str:
+    return f"{value:,} {key}" if isinstance(value, int) else f"{key} {value}"
+
+
+def _grouped(key: str, runs: Runs, metric: str) -> dict[str, dict[float, list[float]]]:
+    """Fabric, value of the key, values of the metric; fabrics in the order of LOOKS."""
+    grouped: dict[str, dict[float, list[float]]] = {}
+    for run in runs:
+        for summary in run["summaries"]:
+            if summary["requests"]:
+                by_value = grouped.setdefault(summary["fabric"], {})
+                by_value.setdefault(float(run["changes"][key]), []).append(summary[metric])
+    order = [*LOOKS, *grouped]
+    return dict(sorted(grouped.items(), key=lambda item: order.index(item[0])))
