@@ -31,8 +31,9 @@ class Faults:
         end_s = world.now + fault.for_s
         if fault.kind == "loss":
             world.links.worsen(loss=fault.loss)
+            world.note(None, f"from now on {100 * fault.loss:g} % of all frames are lost")
             if fault.for_s:
-                world.at(end_s, lambda: world.links.worsen(loss=0.0))
+                world.at(end_s, self._lose_no_more)
         elif fault.kind == "partition":
             self._cut(hit, end_s)
         elif fault.kind == "churn":
@@ -40,6 +41,10 @@ class Faults:
         else:
             for machine in hit:
                 self._hurt(machine, fault, end_s)
+
+    def _lose_no_more(self) -> None:
+        self.world.links.worsen(loss=None)
+        self.world.note(None, "as many frames are lost as at first")
 
     def _hit(self, fault: FaultSpec) -> list[SimNode]:
         nodes = self.world.nodes
@@ -63,7 +68,12 @@ class Faults:
             world.at(end_s, lambda: world.thaw(machine) if machine.up else None)
         elif fault.kind == "slow":
             world.links.slow_down(machine.number, fault.factor)
-            world.at(end_s, lambda: world.links.slow_down(machine.number, 1.0))
+            world.note(machine, f"has 1/{fault.factor:g} of its bandwidth")
+            world.at(end_s, lambda: self._speed_up(machine))
+
+    def _speed_up(self, machine: SimNode) -> None:
+        self.world.links.slow_down(machine.number, 1.0)
+        self.world.note(machine, "has its bandwidth again")
 
     def _cut(self, hit: list[SimNode], end_s: float) -> None:
         links = self.world.links
@@ -72,9 +82,11 @@ class Faults:
         cuts = [Cut(inside, outside), Cut(outside, inside)]
         self.world.disturbed |= {machine.node_id for machine in self.world.nodes}
         links.cuts += cuts
+        self.world.note(None, f"{', '.join(machine.name for machine in hit)} are cut off from the others")
 
         def heal() -> None:
-            links.cuts = [cut for cut in links.cuts if cut not in cuts]
+            links.cuts = [cut for cut in links.cuts if not any(cut is mine for mine in cuts)]
+            self.world.note(None, "the cut is healed")
 
         self.world.at(end_s, heal)
 
@@ -98,5 +110,6 @@ class Faults:
         else:
             record = msgspec.structs.replace(me, node_id=NodeId(self.rng.randbytes(NODE_ID_BYTES)), epoch=1)
         self.world.restart(machine, record)
-        self.world.join(machine, self.seed_address(machine))
+        if not machine.alone:
+            self.world.join(machine, self.seed_address(machine))
         self.returned(machine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -112,6 +112,17 @@ def zipf_weights(items: int, exponent: float) -> list[float]:
     return [1 / rank**exponent for rank in range(1, items + 1)]
 
 
+def drawn(rng: random.Random, weights: Sequence[float], items: int) -> list[int]:
+    """So many different numbers (all, if there are not more), each as likely as its weight among those that are left."""
+    left = list(weights)
+    chosen: list[int] = []
+    for _ in range(min(items, len(left))):
+        (number,) = rng.choices(range(len(left)), left)
+        left[number] = 0.0
+        chosen.append(number)
+    return chosen
+
+
 def _arrivals(rng: random.Random, per_s: float) -> Iterator[float]:
     now = 0.0
     while True:
@@ -152,16 +163,8 @@ class Rag:
         weights = zipf_weights(self.documents, self.exponent)
         agent_weights = zipf_weights(self.agents, self.agent_exponent)
         for number, at_s in enumerate(_arrivals(rng, self.tasks_per_s)):
-            chosen: list[int] = []
-            while len(chosen) < min(self.per_question, self.documents):
-                (document,) = rng.choices(range(self.documents), weights)
-                if document not in chosen:
-                    chosen.append(document)
-            readers: list[int] = []
-            while len(readers) < min(self.readers, self.agents):
-                (agent,) = rng.choices(range(self.agents), agent_weights)
-                if agent not in readers:
-                    readers.append(agent)
+            chosen = drawn(rng, weights, self.per_question)
+            readers = drawn(rng, agent_weights, self.readers)
             steps = []
             for agent in readers:
                 order = rng.sample(chosen, len(chosen))

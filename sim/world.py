@@ -56,7 +56,7 @@ class World:
     down or frozen at some time: it is no error to take them for dead. `switched`: (when, number, whether on) of machines that
     stopped, crashed or were started again. `moment` numbers the event that is being handled (0: none is), `cause` is the one
     during which it was sent or asked for (0: nothing that a node did); `notes`: what was done to a machine (its number, -1: to
-    several), in words.
+    several), in words. `numbers`: the machine of every node that ever ran, by its id.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._slots = itertools.count(1)
-        self._by_id: dict[NodeId, int] = {}
+        self.numbers: dict[NodeId, int] = {}
         self._by_address: dict[str, int] = {}
         self._moves = BlockMoves(self)
         self._effects: dict[type, Callable[[SimNode, Any], None]] = {
@@ -176,15 +176,11 @@ class World:
 
     def node_of(self, node_id: NodeId) -> SimNode:
         """The machine on which this node runs or ran last."""
-        return self.nodes[self._by_id[node_id]]
-
-    def numbers(self) -> dict[NodeId, int]:
-        """The machine of every node that ever ran, by its id."""
-        return dict(self._by_id)
+        return self.nodes[self.numbers[node_id]]
 
     def _register(self, machine: SimNode) -> None:
         me = machine.node.me
-        self._by_id[me.node_id] = machine.number
+        self.numbers[me.node_id] = machine.number
         self._by_address[me.control] = machine.number
         self._by_address[me.bulk] = machine.number
 
@@ -327,7 +323,7 @@ class World:
         """Encode a message, charge for it, and let it arrive."""
         if effect.plane is ev.Plane.BULK_REPLY and machine.offers:
             self._moves.flush(machine)
-        number = self._by_id.get(effect.to) if effect.to is not None else self._by_address.get(effect.address)
+        number = self.numbers.get(effect.to) if effect.to is not None else self._by_address.get(effect.address)
         if number is None:
             return
         target = self.nodes[number]
@@ -337,7 +333,8 @@ class World:
                 self.post(REFUSED_S, self.delivery(machine, lambda: ev.PeerUnreachable(target.node_id)))
             return
         target.contacts[machine.number] = self.now
-        for delay_s in self.links.delays_s(machine.number, number, size):
+        bulk = effect.plane is not ev.Plane.CONTROL
+        for delay_s in self.links.delays_s(machine.number, number, size, self.now if bulk else None):
             # Frames of one node wait for each other: it has one loop.
             target.free_at = max(target.free_at, self.now + delay_s) + self.hardware.frame_s
             self.at(target.free_at, self.delivery(target, frame.event))
