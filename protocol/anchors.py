@@ -68,6 +68,16 @@ class KVLayout:
         numbers = tokens * (self.key_dim + self.value_dim)
         return self.layers * self.kv_heads * (8 + self.key_dim + tokens + numbers)
 
+    @property
+    def int8_share(self) -> float:
+        """What a whole block comes to as int8, of its own bytes."""
+        return self.int8_bytes(BLOCK_TOKENS) / max(1, self.block_bytes(BLOCK_TOKENS))
+
+    @property
+    def int8_smaller(self) -> bool:
+        """Whether every block becomes smaller so, the shortest too."""
+        return self.int8_bytes(1) < self.block_bytes(1)
+
 
 class Visibility(enum.IntEnum):
     """Who may learn of an anchor and pull it. A higher value is stricter; `max` gives the strictest."""

@@ -95,13 +95,16 @@ class Digests:
         entries.sort(key=lambda entry: entry.node_id)
         return SynAck(tuple(entries), answer, covered.to_bytes(HASH_BYTES, "little"))
 
-    def entry(self, origin: NodeId, epoch: int, incarnation: int, status: Status) -> DigestEntry:
-        """Of the departed, and of those who are not listened to, we seem to know everything: tell us nothing."""
+    def entry(
+        self, origin: NodeId, epoch: int, incarnation: int, status: Status, *, compared: bool = False
+    ) -> DigestEntry:
+        """Of the departed, and of those who are not listened to, we seem to know everything: tell us nothing. `compared`: what
+        is listed is to be compared, not only how much."""
         unwanted = not self.subscribed and origin != self._members.me.node_id
         if unwanted or status in (Status.DEAD, Status.LEFT) or self._replicas.is_muted(origin):
             return DigestEntry(origin, epoch, incarnation, COUNTER_MAX, COUNTER_MAX, status)
         have = self._replicas.have(origin, epoch)
-        digest = (have.set_digest or 0).to_bytes(HASH_BYTES, "little")
+        digest = (have.set_digest or 0).to_bytes(HASH_BYTES, "little") if compared else b""
         return DigestEntry(origin, epoch, incarnation, have.max_seq, have.gc_floor, status, digest)
 
     def _of(self, node_id: NodeId) -> DigestEntry:

@@ -284,7 +284,7 @@ class Exchange:
             target = self._source(origin, entries, via)
             asked = questions.setdefault(target.node_id, [])
             if len(asked) < WANTS_MAX:
-                asked.append(self.digests.entry(origin, epoch, 0, Status.ALIVE))
+                asked.append(self.digests.entry(origin, epoch, 0, Status.ALIVE, compared=not entries))
                 self._wants.ask(origin, target.node_id, now)
         effects: list[Effect] = []
         for target_id, asked in questions.items():
@@ -325,7 +325,7 @@ class Exchange:
         if not self.heads.admits(sender, delta):
             return effects
         known = self._replicas.have(origin, delta.epoch).max_seq
-        verdict, change = self._replicas.apply(delta)
+        verdict, change = self._replicas.apply(delta, peer.record.model_id)
         if change is not None:
             self.change_directory(origin, change)
         mine = self._replicas.have(origin, delta.epoch).max_seq

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
-from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
 from kvcomm_p2p.protocol.log_bytes import DELTA_BYTES_MIN, member_bytes_max
 from kvcomm_p2p.protocol.member_table import KnownMembers
 from kvcomm_p2p.protocol.messages import (
@@ -44,7 +44,7 @@ class Have(NamedTuple):
 
     @classmethod
     def of(cls, entry: DigestEntry) -> Have:
-        digest = int.from_bytes(entry.set_digest, "little")
+        digest = int.from_bytes(entry.set_digest, "little") if entry.set_digest else None
         return cls(entry.epoch, entry.max_seq, entry.gc_floor, digest)
 
 
@@ -81,9 +81,12 @@ class Cut(NamedTuple):
 class Replicas:
     """The logs of all origins that are known here, this node's own among them. `states`: of those that count in digests."""
 
-    def __init__(self, me: NodeId, epoch: int, *, anchors_per_peer_max: int, anchors_max: int) -> None:
+    def __init__(
+        self, me: NodeId, epoch: int, model_id: ModelId, *, anchors_per_peer_max: int, anchors_max: int
+    ) -> None:
+        """`epoch`, `model_id`: as our own member record says."""
         self.me = me
-        self.own = OwnLog(epoch)
+        self.own = OwnLog(epoch, model_id)
         self._logs: dict[NodeId, OriginLog] = {me: self.own}
         self._anchors_per_peer_max = anchors_per_peer_max
         self._anchors_max = anchors_max
@@ -102,9 +105,9 @@ class Replicas:
         log = self._logs.get(origin)
         return 0 if log is None else log.puts
 
-    def renew(self, epoch: int) -> None:
+    def renew(self, epoch: int, model_id: ModelId) -> None:
         """Our own log starts anew in a higher epoch, with everything that it lists."""
-        log = OwnLog(epoch)
+        log = OwnLog(epoch, model_id)
         for entry in self.own.after(0):
             if entry.meta is not None:
                 log.put(entry.meta)
@@ -201,7 +204,8 @@ class Replicas:
             return len(log)
         if log.max_seq > theirs.max_seq:
             return log.max_seq - theirs.max_seq
-        told = log.gc_floor > theirs.gc_floor or theirs.set_digest != log.set_digest or bool(log.head.signature)
+        differs = theirs.set_digest is not None and theirs.set_digest != log.set_digest
+        told = differs or log.gc_floor > theirs.gc_floor or bool(log.head.signature)
         return 0 if log.max_seq == theirs.max_seq and told else None
 
     def cut(
@@ -272,8 +276,8 @@ class Replicas:
 
     # ---------------------------------------------------------------------------------------------------- news from others
 
-    def apply(self, delta: OriginDelta) -> tuple[Verdict, LogChange | None]:
-        """Take in news of a peer."""
+    def apply(self, delta: OriginDelta, model_id: ModelId) -> tuple[Verdict, LogChange | None]:
+        """Take in news of a peer, whose member record of this epoch names the model."""
         origin, epoch = delta.node_id, delta.epoch
         log = self._logs.get(origin)
         if origin == self.me or (log is not None and log.epoch > epoch):
@@ -287,7 +291,8 @@ class Replicas:
             return self._not_continued(origin, log, delta)
         restart = fresh or delta.reset
         target = OriginLog(epoch) if restart or log is None else log
-        news = [entry for entry in map(read_entry, delta.entries) if entry.seq > target.max_seq]
+        entries = [read_entry(raw, model_id) for raw in delta.entries]
+        news = [entry for entry in entries if entry.seq > target.max_seq]
         if not self._fits(target, log, len(news)):
             self.refused += 1
             self.mute(origin)

@@ -10,6 +10,9 @@ NodeId = NewType("NodeId", bytes)
 ModelId = NewType("ModelId", bytes)
 """16 bytes: digest of everything that shapes KV (see `kvcomm_p2p.model.identity`)."""
 
+SAME_MODEL = ModelId(b"")
+"""In place of a model id in a log: that of its writer's member record."""
+
 AnchorId = NewType("AnchorId", bytes)
 """16 bytes: keyed digest of (ModelId, token chain, start, end, variant). Equal for exact copies on any node."""
 

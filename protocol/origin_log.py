@@ -7,7 +7,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from kvcomm_p2p.protocol.anchors import AnchorMeta
-from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
 from kvcomm_p2p.protocol.messages import HASH_BYTES, Del, Head, LogEntry, Put, pack_entry, read_entry
 
 NO_HEAD = Head(0, 0)
@@ -118,22 +118,23 @@ def blank_state(node_id: NodeId, epoch: int) -> int:
 
 
 class OwnLog(OriginLog):
-    """The log that this node writes."""
+    """The log that this node writes. `model_id`: what its member record of this epoch names; entries do not name it again."""
 
-    __slots__ = ("_deleted_at", "_floor_at")
+    __slots__ = ("_deleted_at", "_floor_at", "_model_id")
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, model_id: ModelId) -> None:
         super().__init__(epoch)
+        self._model_id = model_id
         self._deleted_at: dict[int, float] = {}
         self._floor_at = 0.0
 
     def put(self, meta: AnchorMeta) -> None:
-        self.append(read_entry(pack_entry(Put.of(self.max_seq + 1, meta))))
+        self._write(Put.of(self.max_seq + 1, meta, self._model_id))
 
     def delete(self, anchor_id: AnchorId, now: float) -> None:
         """Announce that an anchor is gone. Ignored for one that was never announced."""
         if self.lists(anchor_id):
-            self.append(read_entry(pack_entry(Del(self.max_seq + 1, anchor_id))))
+            self._write(Del(self.max_seq + 1, anchor_id))
             self._deleted_at[self.max_seq] = now
 
     def collect(self, now: float, tombstone_s: float) -> None:
@@ -147,3 +148,6 @@ class OwnLog(OriginLog):
             del self._deleted_at[seq]
         if old:
             self.raise_floor(old[-1])
+
+    def _write(self, entry: Put | Del) -> None:
+        self.append(read_entry(pack_entry(entry), self._model_id))

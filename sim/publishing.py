@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 
@@ -25,8 +26,6 @@ TOKENS = 64
 FINGERPRINTS = 3
 """Of so many tokens, about: 2 in 49."""
 
-MODEL = ModelId(b"published often.")
-
 
 class Publishing:
     """Each node publishes `per_s` anchors a second, all different and TOKENS long, and forgets all but its latest `kept`."""
@@ -39,6 +38,7 @@ class Publishing:
         self._held: dict[int, deque[AnchorId]] = {}
         self._token_ids = np.zeros(TOKENS, np.uint32)
         self.published = 0
+        self.ends_at = math.inf
 
     def begin(self) -> None:
         """From now on, each node at times of its own."""
@@ -49,10 +49,12 @@ class Publishing:
 
     def _publish(self, machine: SimNode) -> None:
         world = self._world
+        if world.now >= self.ends_at:
+            return
         world.at(world.now + self._interval_s, lambda: self._publish(machine))
         if not machine.up or machine.frozen:
             return
-        meta, held = self._anchor(), self._held[machine.number]
+        meta, held = self._anchor(machine.node.me.model_id), self._held[machine.number]
         self.published += 1
         held.append(meta.anchor_id)
         anchor = HeldAnchor(
@@ -62,11 +64,11 @@ class Publishing:
         if len(held) > self._kept:
             world.handle(machine, AnchorsForgotten((held.popleft(),)))
 
-    def _anchor(self) -> AnchorMeta:
+    def _anchor(self, model_id: ModelId) -> AnchorMeta:
         values = sorted(self._rng.sample(range(2**32), FINGERPRINTS))
         return AnchorMeta(
             anchor_id=AnchorId(self._rng.randbytes(ANCHOR_ID_BYTES)),
-            model_id=MODEL,
+            model_id=model_id,
             sequence_id=SequenceId(self._rng.randbytes(SEQUENCE_ID_BYTES)),
             start=0,
             end=TOKENS,

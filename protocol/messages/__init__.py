@@ -76,6 +76,7 @@ from kvcomm_p2p.protocol.messages.logs import (
     origin_head,
     pack_entry,
     read_entry,
+    unpack_entry,
 )
 from kvcomm_p2p.protocol.messages.members import (
     Bye,
@@ -253,4 +254,5 @@ __all__ = [
     "origin_head",
     "pack_entry",
     "read_entry",
+    "unpack_entry",
 ]

@@ -38,7 +38,7 @@ class DigestEntry(Struct, frozen=True, array_like=True):
     `gc_floor` are forgotten.
 
     `gc_floor` is above `max_seq` while a snapshot taken above it is still arriving. `set_digest`: see `Head.digest`, of
-    what the sender has.
+    what the sender has; empty unless it wants that compared.
     """
 
     node_id: NodeIdField
@@ -47,7 +47,10 @@ class DigestEntry(Struct, frozen=True, array_like=True):
     max_seq: CounterField
     gc_floor: CounterField
     status: Status = Status.ALIVE
-    set_digest: HashField = bytes(8)
+    set_digest: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        require(len(self.set_digest) in (0, HASH_BYTES), "set_digest has a wrong length")
 
 
 class Syn(Struct, frozen=True, array_like=True, tag=5):

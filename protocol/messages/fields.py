@@ -44,6 +44,8 @@ POSITION_MAX = 2**24
 BLOCK_BYTES_MAX = 2**28
 FINGERPRINT_BYTES = 4
 SIMHASHES_BYTES = 3 * 8
+SIMHASHES_BARE_BYTES = 8
+"""Of an anchor that nothing precedes: its content's alone."""
 ROW_BYTES = 6
 """Bytes of one origin in a `Dense` digest: max_seq (u32, at most 2 ** 32 - 1) and 16 bits of its state hash."""
 
@@ -59,7 +61,7 @@ ModelIdField = Annotated[ModelId, Meta(min_length=MODEL_ID_BYTES, max_length=MOD
 AnchorIdField = Annotated[AnchorId, Meta(min_length=ANCHOR_ID_BYTES, max_length=ANCHOR_ID_BYTES)]
 SequenceIdField = Annotated[SequenceId, Meta(min_length=SEQUENCE_ID_BYTES, max_length=SEQUENCE_ID_BYTES)]
 ChainField = Annotated[ChainHash, Meta(max_length=CHAIN_HASH_BYTES)]
-SimHashesField = Annotated[bytes, Meta(min_length=SIMHASHES_BYTES, max_length=SIMHASHES_BYTES)]
+SimHashesField = Annotated[bytes, Meta(min_length=SIMHASHES_BARE_BYTES, max_length=SIMHASHES_BYTES)]
 GroupField = Annotated[bytes, Meta(max_length=GROUP_TAG_BYTES)]
 GroupTagField = Annotated[bytes, Meta(min_length=GROUP_TAG_BYTES, max_length=GROUP_TAG_BYTES)]
 DigestField = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Union
 from msgspec import Meta, Struct
 
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, AnchorMeta, Visibility
-from kvcomm_p2p.protocol.ids import CHAIN_HASH_BYTES, AnchorId, ChainHash, NodeId
+from kvcomm_p2p.protocol.ids import CHAIN_HASH_BYTES, MODEL_ID_BYTES, SAME_MODEL, AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.messages.fields import (
     BLOCK_BYTES_MAX,
     DELTA_ENTRIES_MAX,
@@ -24,13 +24,13 @@ from kvcomm_p2p.protocol.messages.fields import (
     GROUP_TAG_BYTES,
     HOPS_MAX,
     SIGNATURE_BYTES,
+    SIMHASHES_BARE_BYTES,
     SIMHASHES_BYTES,
     AnchorIdField,
     ChainField,
     CounterField,
     GroupField,
     KvBytesField,
-    ModelIdField,
     NodeIdField,
     PositionField,
     SeqField,
@@ -56,12 +56,14 @@ HashField = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 
 class Put(Struct, frozen=True, array_like=True, tag=1):
     """Log entry: the origin holds this anchor; never private. The fields are those of `AnchorMeta`, its three SimHashes
-    (content, context_first, context_last) in one, as little-endian u64: their size does not depend on their value.
+    (content, context_first, context_last) in one, as little-endian u64: their size does not depend on their value. Of an
+    anchor that nothing precedes the first stands alone. `model_id`: SAME_MODEL, in a log only, is the model that the
+    writer's member record names.
     """
 
     seq: SeqField
     anchor_id: AnchorIdField
-    model_id: ModelIdField
+    model_id: Annotated[ModelId, Meta(max_length=MODEL_ID_BYTES)]
     sequence_id: SequenceIdField
     start: PositionField
     end: PositionField
@@ -88,7 +90,9 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
         if self.chain_start:
             require(len(self.chain_start) == CHAIN_HASH_BYTES, "chain_start has a wrong length")
             require(self.start > 0, "chain_start of an anchor that nothing precedes")
-        content, *context = _SIMHASHES.unpack(self.simhashes)
+        require(len(self.model_id) in (0, MODEL_ID_BYTES), "model_id has a wrong length")
+        require(len(self.simhashes) in (SIMHASHES_BARE_BYTES, SIMHASHES_BYTES), "simhashes have a wrong length")
+        content, *context = self._simhashes()
         require(tokens >= CONTENT_TOKENS_MIN or not content, "SimHash of too few tokens")
         require(self.start > 0 or not any(context), "context of an anchor that nothing precedes")
         require(self.visibility is not Visibility.PRIVATE, "private anchors are not gossiped")
@@ -96,16 +100,29 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
         require(len(self.group) == expected, "group does not fit the visibility")
 
     @classmethod
-    def of(cls, seq: int, meta: AnchorMeta) -> Put:
-        """Raises ValueError if `meta` must not or cannot be gossiped."""
+    def of(cls, seq: int, meta: AnchorMeta, writer_model: ModelId = SAME_MODEL) -> Put:
+        """`writer_model`: the model of the log's writer, which is not named again. Raises ValueError if `meta` must not or
+        cannot be gossiped."""
         try:
             simhashes = _SIMHASHES.pack(meta.content, meta.context_first, meta.context_last)
         except struct.error:
             raise ValueError("a SimHash is not a number below 2 ** 64") from None
-        return cls(seq=seq, simhashes=simhashes, **{name: getattr(meta, name) for name in _META_FIELDS})
+        values = {name: getattr(meta, name) for name in _META_FIELDS}
+        if meta.model_id == writer_model:
+            values["model_id"] = SAME_MODEL
+        if not meta.start and not any((meta.context_first, meta.context_last)):
+            simhashes = simhashes[:SIMHASHES_BARE_BYTES]
+        return cls(seq=seq, simhashes=simhashes, **values)
 
-    def meta(self) -> AnchorMeta:
-        return AnchorMeta(*_META_OF(self), *_SIMHASHES.unpack(self.simhashes))
+    def meta(self, writer_model: ModelId = SAME_MODEL) -> AnchorMeta:
+        """Raises ValueError if this names no model and no writer's is given."""
+        model_id = self.model_id or writer_model
+        require(len(model_id) == MODEL_ID_BYTES, "an anchor of no model")
+        anchor_id, _, *others = _META_OF(self)
+        return AnchorMeta(anchor_id, model_id, *others, *self._simhashes())
+
+    def _simhashes(self) -> tuple[int, ...]:
+        return _SIMHASHES.unpack(self.simhashes.ljust(SIMHASHES_BYTES, b"\0"))
 
 
 class Del(Struct, frozen=True, array_like=True, tag=2):
@@ -116,7 +133,8 @@ class Del(Struct, frozen=True, array_like=True, tag=2):
 
 
 class LogEntry(NamedTuple):
-    """An entry as it travels and as it is read. `meta` is None for a deletion; `digest` is a 64-bit hash of `raw`."""
+    """An entry as it travels and as it is read. `meta` is None for a deletion. `digest`: 64-bit hash of `raw`, behind it the
+    writer's model id where `raw` names none."""
 
     raw: bytes
     seq: int
@@ -142,14 +160,23 @@ def pack_entry(entry: Put | Del) -> bytes:
 
 
 @lru_cache(maxsize=ENTRIES_REMEMBERED)
-def read_entry(raw: bytes) -> LogEntry:
+def unpack_entry(raw: bytes) -> Put | Del:
     """Raises ValueError for bytes that are no valid entry."""
     try:
         entry: Put | Del = unpack(raw, _ENTRY)
     except ValueError as error:
         raise ValueError(f"not a log entry: {error!s:.160}") from None
-    digest = int.from_bytes(blake2b(raw, digest_size=HASH_BYTES).digest(), "little")
-    return LogEntry(raw, entry.seq, entry.anchor_id, entry.meta() if isinstance(entry, Put) else None, digest)
+    return entry
+
+
+@lru_cache(maxsize=ENTRIES_REMEMBERED)
+def read_entry(raw: bytes, writer_model: ModelId) -> LogEntry:
+    """An entry of the log of a writer with this model. Raises ValueError for bytes that are no valid entry."""
+    entry = unpack_entry(raw)
+    named = isinstance(entry, Del) or entry.model_id
+    digest = blake2b(raw if named else raw + writer_model, digest_size=HASH_BYTES).digest()
+    meta = entry.meta(writer_model) if isinstance(entry, Put) else None
+    return LogEntry(raw, entry.seq, entry.anchor_id, meta, int.from_bytes(digest, "little"))
 
 
 class Head(NamedTuple):
@@ -200,7 +227,7 @@ class OriginDelta(Struct, frozen=True, array_like=True):
         require(self.from_seq == 0 or not self.reset, "a reset starts at 0")
         require(len(self.head_signature) in (0, SIGNATURE_BYTES), "head_signature has a wrong length")
         for raw in self.entries:
-            seq = read_entry(raw).seq
+            seq = unpack_entry(raw).seq
             require(seq > last, "entries do not ascend")
             last = seq
         require(last <= self.to_seq, "to_seq is below the last entry")

@@ -56,6 +56,9 @@ class ShardRegister(Struct, frozen=True, array_like=True, tag=20):
     bytes_per_s: CounterField
     sharded_age_s: AgeField
 
+    def __post_init__(self) -> None:
+        require(all(put.model_id for put in self.puts), "an anchor of no model")
+
 
 class ShardResend(Struct, frozen=True, array_like=True, tag=21):
     """What I hold of you is not what you say: register everything again that is mine. `epoch` is the one you told me."""
@@ -93,6 +96,9 @@ class ShardRow(Struct, frozen=True, array_like=True):
     holder: NodeIdField
     epoch: CounterField
     put: Put
+
+    def __post_init__(self) -> None:
+        require(bool(self.put.model_id), "an anchor of no model")
 
 
 class ShardAnswer(Struct, frozen=True, array_like=True, tag=23):

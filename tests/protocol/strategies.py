@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, CONTENT_TOKENS_MIN, Visibility
-from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
+from kvcomm_p2p.protocol.ids import SAME_MODEL, AnchorId, ChainHash, NodeId
 
 counter = st.integers(0, m.COUNTER_MAX)
 id16 = st.binary(min_size=16, max_size=16)
@@ -22,7 +22,8 @@ members = st.builds(m.MemberRecord, id16, counter, name, id16, address, address,
 
 
 @st.composite
-def puts(draw: Any, seq: int = 1) -> m.Put:
+def puts(draw: Any, seq: int = 1, *, in_log: bool = False) -> m.Put:
+    """`in_log`: its model may be the writer's, not named."""
     start = draw(st.integers(0, 1000)) * BLOCK_TOKENS
     tokens = draw(st.integers(1, ANCHOR_TOKENS_MAX))
     exact = draw(st.booleans()) and tokens % BLOCK_TOKENS == 0
@@ -30,7 +31,7 @@ def puts(draw: Any, seq: int = 1) -> m.Put:
     return m.Put(
         seq=seq,
         anchor_id=draw(id16),
-        model_id=draw(id16),
+        model_id=draw(st.sampled_from([SAME_MODEL, draw(id16)])) if in_log else draw(id16),
         sequence_id=draw(st.binary(min_size=8, max_size=8)),
         start=start,
         end=start + tokens,
@@ -49,14 +50,15 @@ def puts(draw: Any, seq: int = 1) -> m.Put:
 def simhashes(draw: Any, start: int, tokens: int) -> bytes:
     """Of content and context, as far as an anchor at `start` of `tokens` tokens may have them."""
     allowed = (tokens >= CONTENT_TOKENS_MIN, start > 0, start > 0)
-    return b"".join(draw(st.binary(min_size=8, max_size=8)) if may else bytes(8) for may in allowed)
+    parts = [draw(st.binary(min_size=8, max_size=8)) if may else bytes(8) for may in allowed]
+    return b"".join(parts if start or draw(st.booleans()) else parts[:1])
 
 
 @st.composite
 def origin_deltas(draw: Any) -> m.OriginDelta:
     first = draw(st.integers(0, 1000))
     seqs = sorted(draw(st.sets(st.integers(first + 1, first + 50), max_size=5)))
-    entries = tuple(m.pack_entry(draw(puts(seq) | st.builds(m.Del, st.just(seq), id16))) for seq in seqs)
+    entries = tuple(m.pack_entry(draw(puts(seq, in_log=True) | st.builds(m.Del, st.just(seq), id16))) for seq in seqs)
     to_seq = (seqs[-1] if seqs else first) + draw(st.integers(0, 5))
     member = draw(members)
     reset = first == 0 and draw(st.booleans())

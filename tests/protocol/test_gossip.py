@@ -24,7 +24,7 @@ LIMITS: dict[str, Any] = {"anchors_per_peer_max": 1000, "anchors_max": 10_000}
 
 
 def replicas(index: int) -> Replicas:
-    return Replicas(record(index).node_id, 1, **LIMITS)
+    return Replicas(record(index).node_id, 1, MODEL, **LIMITS)
 
 
 def live(log: OriginLog) -> set[AnchorId]:
@@ -123,11 +123,11 @@ def test_a_gap_is_never_skipped() -> None:
     member = record(0)
     later = cut(writer, writer.me, Have(1, 3))
     assert later is not None
-    assert reader.apply(later) == (Verdict.GAP, None) and reader.log(member.node_id) is None
+    assert reader.apply(later, MODEL) == (Verdict.GAP, None) and reader.log(member.node_id) is None
     raws = tuple(entry.raw for entry in writer.own.after(0)[:2])
     first = m.OriginDelta(member.node_id, 1, False, 0, 2, 0, raws, log_seq=6)
-    assert reader.apply(first)[0] is Verdict.APPLIED
-    assert reader.apply(later) == (Verdict.GAP, None)
+    assert reader.apply(first, MODEL)[0] is Verdict.APPLIED
+    assert reader.apply(later, MODEL) == (Verdict.GAP, None)
     log = reader.log(member.node_id)
     assert log is not None and log.max_seq == 2 and not log.whole
 
@@ -143,7 +143,7 @@ def test_deltas_keep_to_their_bytes_and_still_bring_everything(bytes_max: int, a
         if delta is None or delta.to_seq == have(reader, writer.me).max_seq:
             break
         assert len(wire.pack(delta)) <= bytes_max
-        assert reader.apply(delta)[0] is Verdict.APPLIED
+        assert reader.apply(delta, MODEL)[0] is Verdict.APPLIED
     log = reader.log(record(0).node_id)
     assert log is not None and live(log) == live(writer.own) and log.max_seq == anchors and log.whole
     assert log.set_digest == writer.own.set_digest
@@ -170,7 +170,7 @@ def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[in
         delta = cut(source, me, theirs, 700)
         if delta is not None:
             late.append(delta)
-            target.apply(delta)
+            target.apply(delta, MODEL)
         mine = have(source, me)
         target.learn_floor(m.DigestEntry(me, 1, 1, mine.max_seq, mine.gc_floor))
 
@@ -186,7 +186,7 @@ def test_replicas_never_believe_what_the_writer_did_not_say(steps: list[tuple[in
         elif action == "collect":
             writer.own.collect(now, 3.0)
         elif late:
-            far.apply(late[label % len(late)])
+            far.apply(late[label % len(late)], MODEL)
     for _ in range(60):
         exchange(writer, near)
         exchange(near, far)
@@ -202,8 +202,8 @@ def test_late_snapshot_does_not_throw_newer_entries_away() -> None:
     reader = replicas(1)
     member = record(0)
     puts = [m.Put.of(seq, meta(seq)) for seq in (5, 6)]
-    assert reader.apply(log_news(member, 6, puts, reset=True, gc_floor=4))[0] is Verdict.APPLIED
-    assert reader.apply(log_news(member, 5, puts[:1], reset=True, gc_floor=4)) == (Verdict.KNOWN, None)
+    assert reader.apply(log_news(member, 6, puts, reset=True, gc_floor=4), MODEL)[0] is Verdict.APPLIED
+    assert reader.apply(log_news(member, 5, puts[:1], reset=True, gc_floor=4), MODEL) == (Verdict.KNOWN, None)
     log = reader.log(member.node_id)
     assert log is not None and log.max_seq == 6
 
@@ -212,8 +212,8 @@ def test_a_delta_that_leaves_out_deletions_we_never_saw_is_not_applied() -> None
     reader = replicas(1)
     member = record(0)
     puts = [m.Put.of(seq, meta(seq)) for seq in (1, 2, 3)]
-    reader.apply(log_news(member, 3, puts))
+    reader.apply(log_news(member, 3, puts), MODEL)
     late = log_news(member, 6, [m.Put.of(6, meta(6))], from_seq=2, gc_floor=5)
-    assert reader.apply(late) == (Verdict.GAP, None)
+    assert reader.apply(late, MODEL) == (Verdict.GAP, None)
     log = reader.log(member.node_id)
     assert log is not None and log.max_seq == 3

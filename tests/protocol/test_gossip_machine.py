@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from protocol_harness import meta, record
+from protocol_harness import MODEL, meta, record
 
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.gossip import Replicas
@@ -46,7 +46,7 @@ class GossipMachine(RuleBasedStateMachine):
         self.seen: dict[tuple[int, NodeId], tuple[int, int, int]] = {}
 
     def fresh(self, index: int) -> Replicas:
-        return Replicas(record(index).node_id, self.epochs[index], **LIMITS)
+        return Replicas(record(index).node_id, self.epochs[index], MODEL, **LIMITS)
 
     def note(self, index: int) -> None:
         """Remember what the writer has just written."""
@@ -89,7 +89,7 @@ class GossipMachine(RuleBasedStateMachine):
         """Any message, not only the oldest; it may come again later."""
         if self.under_way:
             reader, delta = self.under_way[choice % len(self.under_way)]
-            self.nodes[reader].apply(delta)
+            self.nodes[reader].apply(delta, MODEL)
             if not again:
                 self.under_way.remove((reader, delta))
 
@@ -119,7 +119,7 @@ class GossipMachine(RuleBasedStateMachine):
     def renew(self, index: int) -> None:
         """A writer whose disk went back in time learns so from others, and goes on in an epoch that nobody knows."""
         self.epochs[index] += 1
-        self.nodes[index].renew(self.epochs[index])
+        self.nodes[index].renew(self.epochs[index], MODEL)
         self.note(index)
         written = self.nodes[index].own.after(0)  # all in one go: a reader may have the first of it
         steps = self.listed[self.ids[index], self.epochs[index]]
@@ -154,7 +154,7 @@ class GossipMachine(RuleBasedStateMachine):
             return
         at = max((known for known in history if known <= length), default=0)
         true = history.get(at, {})
-        replaced = {m.read_entry(raw).anchor_id for seq, raw in self.history[origin, epoch].items() if seq > length}
+        replaced = {m.unpack_entry(raw).anchor_id for seq, raw in self.history[origin, epoch].items() if seq > length}
         for anchor_id, seq in listed.items():
             assert true.get(anchor_id) == seq or anchor_id in replaced, "lists what was deleted"
         for anchor_id, seq in true.items():
@@ -169,7 +169,7 @@ class GossipMachine(RuleBasedStateMachine):
                 for reader in range(NODES):
                     if source != reader:
                         for delta in self.news(source, reader):
-                            self.nodes[reader].apply(delta)
+                            self.nodes[reader].apply(delta, MODEL)
         self.is_safe()
         for index in range(WRITERS):
             own = self.nodes[index].own

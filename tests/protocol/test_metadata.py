@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from protocol_harness import Network, held, joined, log_news, make_node, meta, record
+from protocol_harness import MODEL, Network, held, joined, log_news, make_node, meta, record
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import AnchorMeta, Miss, MissReason
-from kvcomm_p2p.protocol.announcer import WRITES_BURST, WRITES_PER_S, Announcer
+from kvcomm_p2p.protocol.announcer import ANNOUNCE_DELAY_S, WRITES_BURST, WRITES_PER_S, Announcer
 from kvcomm_p2p.protocol.budget import Budget
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
@@ -219,21 +220,39 @@ def change(added: list[AnchorMeta], removed: list[AnchorMeta]) -> PoolChange:
 
 
 def test_what_comes_and_goes_in_a_full_pool_is_never_announced() -> None:
-    log, announcer = OwnLog(1), Announcer(0.0)
+    log, announcer = OwnLog(1, MODEL), Announcer(0.0)
     announcer.change(change([meta("old")], []), log, 0.0)
     announcer.write(log, 0.0)
     announcer.change(change([meta("short")], [meta("old")]), log, 1.0)
-    announcer.write(log, announcer.due_at)
-    assert [entry.meta for entry in log.after(0)] == [None], "the eviction is told at once, the newcomer not yet"
+    announcer.write(log, 1.0)
     announcer.change(change([meta("stays")], [meta("short")]), log, 1.1)
-    for _ in range(3):
+    announcer.write(log, announcer.due_at)
+    assert [entry.meta for entry in log.after(0)] == [None], "the eviction is told in time, the newcomer not yet"
+    for _ in range(2):
         announcer.write(log, announcer.due_at)
     assert log.anchor_ids() == [meta("stays").anchor_id] and log.max_seq == 3
-    assert announcer.unspoken == 1 and len(announcer) == 0
+    assert announcer.unspoken == 1 and len(announcer) == 0 and announcer.due_at == math.inf
+
+
+def test_an_eviction_is_told_with_what_took_its_place_or_at_once() -> None:
+    log, announcer = OwnLog(1, MODEL), Announcer(0.0)
+    announcer.change(change([meta(name) for name in ("a", "b", "c")], []), log, 0.0)
+    announcer.write(log, 0.0)
+    announcer.change(change([], [meta("a")]), log, 1.0)
+    assert announcer.due_at == 1.0, "nothing takes its place"
+    announcer.write(log, 1.0)
+    announcer.change(change([meta("d")], [meta("b")]), log, 2.0)
+    assert announcer.due_at == 2.0 + ANNOUNCE_DELAY_S
+    announcer.write(log, 2.1)
+    assert log.max_seq == 4, "not yet"
+    announcer.change(change([], [meta("c")]), log, 2.15)
+    announcer.write(log, announcer.due_at)
+    assert log.max_seq == 7 and log.anchor_ids() == [meta("d").anchor_id], "both evictions, and the newcomer"
+    assert len(announcer) == 0
 
 
 def test_writes_are_limited_and_what_waits_is_told_in_its_last_state() -> None:
-    log, announcer = OwnLog(1), Announcer(0.0)
+    log, announcer = OwnLog(1, MODEL), Announcer(0.0)
     first = [meta(("a", count)) for count in range(int(WRITES_BURST))]
     announcer.change(change(first, []), log, 0.0)
     announcer.write(log, 0.0)
@@ -253,7 +272,7 @@ def test_relays_keep_what_a_newer_version_appended() -> None:
     raw = m.pack_entry(m.Put.of(1, meta("newer")))
     assert raw[0] == 0x9F, "an array of 15"
     newer = b"\xdc\x00\x10" + raw[1:] + b"\x07"
-    assert m.read_entry(newer).meta == meta("newer")
+    assert m.read_entry(newer, MODEL).meta == meta("newer")
     news = m.OriginDelta(writer.node_id, 1, False, 0, 1, 0, (newer,), log_seq=1, member=writer)
     network.handle(ids[0], ev.MessageReceived(writer.node_id, m.Ack((news,))))
     network.run(3.0)
@@ -277,7 +296,7 @@ def test_a_replica_that_differs_from_its_writer_is_found_thrown_away_and_brought
     log = replicas.log(ids[0])
     assert log is not None
     log._entries.pop(anchors[2].anchor_id)  # a bit that fell over, or a bug
-    lost = m.read_entry(m.pack_entry(m.Put.of(3, anchors[2])))
+    lost = m.read_entry(m.pack_entry(m.Put.of(3, anchors[2], MODEL)), MODEL)
     log.set_digest ^= lost.digest
     log.puts -= 1
     replicas._touch(ids[0])
@@ -327,7 +346,7 @@ def sign(head_bytes: bytes) -> bytes:
 
 
 def head_of(anchors: list[AnchorMeta], right: bool = True) -> dict[str, Any]:
-    log = OwnLog(1)
+    log = OwnLog(1, MODEL)
     for anchor in anchors:
         log.put(anchor)
     head = m.Head(log.max_seq, log.set_digest)
@@ -336,7 +355,8 @@ def head_of(anchors: list[AnchorMeta], right: bool = True) -> dict[str, Any]:
 
 
 def news_of(anchors: list[AnchorMeta], **head: Any) -> ev.MessageReceived:
-    news = log_news(SIGNER, len(anchors), [m.Put.of(seq, anchor) for seq, anchor in enumerate(anchors, 1)], **head)
+    puts = [m.Put.of(seq, anchor, MODEL) for seq, anchor in enumerate(anchors, 1)]
+    news = log_news(SIGNER, len(anchors), puts, **head)
     return ev.MessageReceived(SIGNER.node_id, m.Ack((news,)))
 
 

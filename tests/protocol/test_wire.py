@@ -16,7 +16,7 @@ from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol import wire
 from kvcomm_p2p.protocol.anchors import Visibility
 from kvcomm_p2p.protocol.events import MessageReceived
-from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, NodeId
+from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.log_bytes import DELTA_BYTES_MIN, entry_bytes_max, member_bytes_max
 
 GOLDEN = Path(__file__).parent / "golden_frames.txt"
@@ -24,6 +24,7 @@ SENDER = NodeId(b"S" * 16)
 ANCHOR = AnchorId(b"a" * 16)
 MEMBER = record(1, groups=(b"g" * 8, b"h" * 8))
 PUT = m.Put.of(7, meta("golden"))
+OWN_PUT = m.Put.of(8, meta("golden"), MEMBER.model_id)
 BEHIND = {"chain_start": ChainHash(b"C" * 16), "content": 2**64 - 1, "context_first": 2**63, "context_last": 1}
 LATER_PUT = m.Put.of(8, meta("golden", start=512, **BEHIND))
 
@@ -42,8 +43,10 @@ SAMPLES: dict[str, m.Message] = {
     "syn": m.Syn(b"viewhash", b"logsnow."),
     "syn_ack": m.SynAck((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2, m.Status.SUSPECT, b"listed.."),), True),
     "ack": m.Ack((log_news(MEMBER, 9, (PUT, LATER_PUT), reset=True, gc_floor=2, **HEAD),), True, True),
-    "news": m.Ack((log_news(MEMBER, 9, (PUT, m.Del(8, ANCHOR)), from_seq=6, member=None),), fresh=True),
-    "want": m.Want((m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2),)),
+    "news": m.Ack((log_news(MEMBER, 9, (PUT, OWN_PUT, m.Del(9, ANCHOR)), from_seq=6, member=None),), fresh=True),
+    "want": m.Want(
+        (m.DigestEntry(NodeId(b"n" * 16), 1, 2, 3, 2), m.DigestEntry(SENDER, 1, 2, 3, 2, m.Status.ALIVE, b"listed.."))
+    ),
     "buckets": m.Buckets(bytes(reversed(range(256))), bytes(range(256))),
     "dense": m.Dense(b"roster..", b"\xff" * 8, bytes(range(12)), True),
     "get_tokens": m.GetTokens(5, ANCHOR, 64, 128),
@@ -145,20 +148,40 @@ def test_the_puts_that_the_next_test_breaks_are_valid(changes: dict[str, Any]) -
 def test_puts_from_before_anchors_told_their_context_are_read() -> None:
     _, message = wire.decode(frame_of(ack_of(PUT_FIELDS[:13])))
     assert isinstance(message, m.Ack)
-    read = m.read_entry(message.deltas[0].entries[0]).meta
+    read = m.read_entry(message.deltas[0].entries[0], MEMBER.model_id).meta
     assert read is not None
     assert (read.chain_start, read.content, read.context_first, read.context_last) == (b"", 0, 0, 0)
 
 
 def test_puts_carry_all_of_an_anchor() -> None:
-    for anchor in (meta("a"), meta("a", start=512, **BEHIND)):
+    for anchor in (meta("a"), meta("a", content=2**63), meta("a", start=512, **BEHIND)):
         assert m.Put.of(3, anchor).meta() == anchor
+        assert m.Put.of(3, anchor, MEMBER.model_id).meta(MEMBER.model_id) == anchor
     later = meta("a", start=512, **BEHIND)
     sizes = {len(wire.pack(m.Put.of(3, replace(later, content=number)))) for number in (0, 1, 2**64 - 1)}
     assert len(sizes) == 1
     for number in (-1, 2**64):
         with pytest.raises(ValueError, match="SimHash"):
             m.Put.of(3, meta("a", content=number))
+
+
+def test_a_log_does_not_name_its_writers_model_in_every_entry() -> None:
+    own, other = meta("a"), meta("a", model_id=ModelId(b"o" * 16))
+    raw, named = (m.pack_entry(m.Put.of(3, anchor, MEMBER.model_id)) for anchor in (own, other))
+    assert len(named) == len(raw) + 16
+    assert m.read_entry(raw, MEMBER.model_id).meta == own
+    assert m.read_entry(named, MEMBER.model_id).meta == other
+    elsewhere = m.read_entry(raw, other.model_id)
+    assert elsewhere.meta == other
+    assert elsewhere.digest != m.read_entry(raw, own.model_id).digest, "who believes another model lists something else"
+    assert m.read_entry(named, own.model_id).digest == m.read_entry(named, other.model_id).digest
+    unnamed = m.Put.of(3, own, own.model_id)
+    with pytest.raises(ValueError, match="no model"):
+        unnamed.meta()
+    with pytest.raises(ValueError, match="no model"):
+        m.ShardRow(SENDER, 1, unnamed)
+    with pytest.raises(ValueError, match="no model"):
+        m.ShardRegister(1, True, True, (PUT, unnamed), (), 2, b"x" * 8, 2, 300, 0)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +207,12 @@ def test_puts_carry_all_of_an_anchor() -> None:
         put_with(start=0, kv_bytes=960, chain_start=b"", simhashes=bytes(8) + b"\xff" * 8 + bytes(8)),
         put_with(start=0, kv_bytes=960, chain_start=b"", simhashes=bytes(16) + b"\xff" * 8),
         put_with(end=63, kv_bytes=310),
+        put_with(model_id=b"m" * 15),
+        put_with(model_id=b"m" * 17),
+        put_with(simhashes=b"\xff" * 7),
+        put_with(simhashes=b"\xff" * 16),
         put_with(simhashes=b"\xff" * 23),
+        [27, [[b"n" * 16, 1, 2, 3, 2, 0, b"listed."]]],
         put_with(simhashes=b"\xff" * 25),
         put_with(simhashes=7),
         put_with(seq=6),
