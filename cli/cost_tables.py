@@ -38,6 +38,8 @@ def write_table(measured: MeasuredCosts, path: Path) -> None:
         check_bytes_per_s=measured.check_bytes_per_s,
         publish_bytes_per_s=measured.publish_bytes_per_s,
         foresee_token_s=measured.foresee_token_s,
+        int8_encode_bytes_per_s=measured.int8_encode_bytes_per_s,
+        int8_decode_bytes_per_s=measured.int8_decode_bytes_per_s,
         layers=spec.layout.layers,
         kv_heads=spec.layout.kv_heads,
         key_dim=spec.layout.key_dim,

@@ -8,52 +8,54 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcomm_p2p.planning.chains import chain_hashes
 from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.fetches import blocks_used, pulled_from_one
 from kvcomm_p2p.planning.finding import AskDirectory, AskTokens, Compute, Finding, FoundDonors
-from kvcomm_p2p.planning.lineage import Lineage
+from kvcomm_p2p.planning.lineage import VARIANT_BYTES, Lineage
 from kvcomm_p2p.planning.plan import make_plan
-from kvcomm_p2p.planning.replan import dense_plan, only_exact, widened, without_blocks
+from kvcomm_p2p.planning.replan import WIDEN_HEAD_FACTOR, dense_plan, only_exact, widened, without_blocks
+from kvcomm_p2p.planning.scouting import Look, Scouting
 from kvcomm_p2p.planning.segments import Segment, cut_anchors
-from kvcomm_p2p.planning.spans import blocks_needed, hops_at, lead_rows, recompute_positions, work_of
-from kvcomm_p2p.planning.superseding import SUPERSEDED_KEPT_S, superseded
+from kvcomm_p2p.planning.spans import hops_at, lead_rows, recompute_positions, work_of
+from kvcomm_p2p.planning.superseding import Outdated, replaced, superseded
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, ReuseRules, SpanKind
 from kvcomm_p2p.planning.winnow import ContentMark, content_mark, content_marks
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey
+from kvcomm_p2p.protocol.anchors import AnchorMeta
 from kvcomm_p2p.protocol.ids import AnchorId, ModelId
 from kvcomm_p2p.sim.cost_table import CostTable
 from kvcomm_p2p.sim.fabrics import Fabric, Fetched
-from kvcomm_p2p.sim.process import Process, Promise
+from kvcomm_p2p.sim.process import Process, Promise, spawn
 from kvcomm_p2p.sim.workloads import Verdict
 from kvcomm_p2p.sim.world import CONTENT_KEY
-
-VARIANT_BYTES = 8
-WIDEN_HEAD_FACTOR = 4
-"""As the guard's."""
 
 TokenIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How agents reuse: the mode and what the model's profile allows in it."""
+    """How agents reuse: the mode and what the model's profile allows in it. `replicates`: pulled blocks are published as
+    replicas; `by_context`: of several copies the one whose context is most like the prompt's is taken. Both are off only to find
+    out what they are worth (`sim.ablations`)."""
 
     mode: Mode
     reuse: ReuseRules
     model_id: ModelId
+    replicates: bool = True
+    by_context: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One answered prompt. Times in seconds; `started_at`: when it was asked; `queued_s`: waiting for the model.
 
-    `covered`: prompt tokens that stand in an equal run of any donor; `reused`: those not computed; `exact`: of these, behind
-    the same exact prefix. `dense_s`: what computing everything would have taken, without waiting. `misses`: by reason.
+    `pull_s`: waiting for blocks. `covered`: prompt tokens that stand in an equal run of any donor; `reused`: those not computed;
+    `exact`: of these, behind the same exact prefix. `dense_s`: what computing everything would have taken, without waiting.
+    `misses`: by reason.
     """
 
     agent: int
@@ -68,7 +70,7 @@ class Outcome:
     pulled_bytes: int
     wait_lost_s: float
     misses: Mapping[str, int]
-    answered_at: float = 0.0
+    pull_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -106,7 +108,8 @@ class SimAgent:
         self._rng = random.Random(seed)
         self._model = _Model()
         self._lineage = Lineage()
-        self._outdated: deque[tuple[float, tuple[AnchorId, ...]]] = deque()
+        self._outdated = Outdated()
+        self._scouting = Scouting()
         self._finding = Finding(
             self._lineage,
             me=fabric.me,
@@ -148,9 +151,24 @@ class SimAgent:
         yield fabric.sleep(fetched.kv_bytes / table.check_bytes_per_s)
         filled = yield from self._complete(usable, lead, verdict)
         self._model.leave()
-        outcome = self._outcome(started_at, queued_s, filled, plan.covered, fetched, found)
+        outcome = replace(self._outcome(started_at, queued_s, filled, plan.covered, fetched, found), pull_s=waited_s)
+        look = self._scouting.look(filled, found, fabric.now)
+        if look is not None:
+            spawn(self._look(look, found))
         yield from self._publish(prompt, answer, filled, fetched, marks)
         return outcome
+
+    def _look(self, look: Look, found: FoundDonors) -> Process[None]:
+        """Pull a few blocks over a link believed too slow, and place them, for what can be learned; as `reuse.scouting`."""
+        fabric, asked_at = self._fabric, self._fabric.now
+        fetched: Fetched = yield fabric.look(look, found)
+        fabric.keep(fetched, ())
+        if fetched.failed or not fetched.kv_bytes:
+            return
+        self._costs.saw_pull(look.donor.holder, fetched.wire_bytes, fabric.now - asked_at)
+        placed_s = fetched.kv_bytes / self._table.align_bytes_per_s
+        yield fabric.sleep(placed_s)
+        self._costs.saw_align(fetched.kv_bytes, placed_s)
 
     def _complete(self, plan: Plan, lead: int, verdict: Verdict) -> Process[Plan]:
         """Repair, and once more or all over if the guard says so; the plan that was carried out in the end."""
@@ -214,6 +232,8 @@ class SimAgent:
             self._costs.costs,
             pulls=self._costs.pulls,
             key=CONTENT_KEY,
+            by_context=rules.by_context,
+            int8=fabric.int8(found.donors),
         )
         return found, plan
 
@@ -223,11 +243,10 @@ class SimAgent:
 
     def _saw_pull(self, plan: Plan, fetched: Fetched, seconds: float) -> None:
         """What the engine observes of a pull, and of placing its blocks."""
-        spans = [span for span in plan.spans if span.donor is not None]
-        holders = {span.donor.holder for span in spans if span.donor is not None and not span.donor.local}
-        if len(holders) == 1 and not fetched.failed:
-            self._costs.saw_pull(holders.pop(), fetched.kv_bytes, seconds)
-        placed = sum(span.tokens for span in spans) * self._table.layout.token_bytes
+        holder = pulled_from_one(plan)
+        if holder is not None and not fetched.failed:
+            self._costs.saw_pull(holder, fetched.wire_bytes, seconds)
+        placed = sum(span.tokens for span in plan.spans if span.donor is not None) * self._table.layout.token_bytes
         self._costs.saw_align(placed, placed / self._table.align_bytes_per_s)
 
     def _outcome(
@@ -249,7 +268,7 @@ class SimAgent:
             covered=covered,
             reused=plan.tokens - computed,
             exact=exact,
-            pulled_bytes=fetched.kv_bytes,
+            pulled_bytes=fetched.wire_bytes,
             wait_lost_s=found.wait_lost_s + fetched.wait_lost_s,
             misses=misses,
         )
@@ -258,9 +277,9 @@ class SimAgent:
         self, prompt: TokenIds, answer: TokenIds, plan: Plan, fetched: Fetched, marks: tuple[ContentMark, ...]
     ) -> Process[None]:
         """The prompt right away, the answer when it is decoded; as `reuse.publish`."""
-        variant = self._variant(plan) if hops_at(plan)[-1][1] > 0 else b""
-        needed = {BlockKey(meta.anchor_id, i) for span in plan.spans for meta, i in blocks_needed(span)}
-        self._fabric.keep(fetched, needed)
+        repaired = hops_at(plan)[-1][1] > 0
+        variant = (self._lineage.continued(plan) or self._rng.randbytes(VARIANT_BYTES)) if repaired else b""
+        self._fabric.keep(fetched, blocks_used(plan) if self._rules.replicates else ())
         segments = self._cut(prompt, plan, variant, marks)
         published_at = self._fabric.now
         yield from self._share(segments, variant, None)
@@ -277,27 +296,17 @@ class SimAgent:
         marks = (*marks, *content_marks(whole, [(len(prompt), len(whole))], CONTENT_KEY))
         longer = self._cut(whole, plan, variant, marks, last)
         yield from self._share(longer, variant, before)
-        replaced = last.anchor_id not in {segment.meta.anchor_id for segment in longer}
-        if replaced and self._fabric.held(longer[0].meta.anchor_id) is not None:
+        if (
+            replaced(last, [segment.meta for segment in longer])
+            and self._fabric.held(longer[0].meta.anchor_id) is not None
+        ):
             self._supersede([last.anchor_id])
 
-    def _variant(self, plan: Plan) -> bytes:
-        """The nonce of the conversation that is continued, or a new one."""
-        for span in plan.spans:
-            if span.kind is SpanKind.CONTINUED and span.donor is not None:
-                for anchor in reversed(span.donor.anchors):
-                    variant = self._lineage.variant(anchor.anchor_id)
-                    if variant:
-                        return variant
-        return self._rng.randbytes(VARIANT_BYTES)
-
     def _supersede(self, anchor_ids: Sequence[AnchorId]) -> None:
-        """Forget what longer anchors hold, some time later; what is due goes with the next publication."""
-        now = self._fabric.now
-        if anchor_ids:
-            self._outdated.append((now, tuple(anchor_ids)))
-        while self._outdated and self._outdated[0][0] + SUPERSEDED_KEPT_S <= now:
-            self._fabric.forget(self._outdated.popleft()[1])
+        """Forget, a little later, what longer anchors hold."""
+        due = self._outdated.add(anchor_ids, self._fabric.now)
+        if due:
+            self._fabric.forget(due)
 
     def _cut(
         self,
@@ -322,11 +331,7 @@ class SimAgent:
 
     def _share(self, segments: list[Segment], variant: bytes, before: AnchorMeta | None) -> Process[None]:
         """Copy, hash and publish what is not held yet, first to last."""
-        self._lineage.add([segment.meta for segment in segments], variant, None if before is None else before.anchor_id)
-        first = segments[0]
-        if first.meta.start == 0 and first.meta.tokens >= BLOCK_TOKENS:
-            (chain,) = chain_hashes(first.token_ids[:BLOCK_TOKENS], CONTENT_KEY, self._rules.model_id)
-            self._lineage.begin(chain, first.meta.anchor_id)
+        self._lineage.published(segments, variant, None if before is None else before.anchor_id, CONTENT_KEY)
         for segment in segments:
             if self._fabric.held(segment.meta.anchor_id) is None:
                 yield self._fabric.sleep(segment.meta.kv_bytes / self._table.publish_bytes_per_s)

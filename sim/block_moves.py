@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from kvcomm_p2p.errors import InternalError
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.anchors import BlockHandle
-from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, Chunk, SharedBlock, SharedBlocks
+from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, Chunk, EncodedBlock, SharedBlock, SharedBlocks
+from kvcomm_p2p.sim.encoding import Encoders, in_hashing_thread
 from kvcomm_p2p.sim.machine import SimNode
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ CHUNK_BYTES = 1024 * 1024
 SHARED_DESCRIPTOR, FIRST_PID, FIRST_FILE = 40, 100_000, 100_000
 """Numbers of open files, processes and inodes are about this large on a real machine; only their length on the wire matters."""
 
+STATED_DIGEST = bytes(32)
+"""Of a block as int8: nobody has its bytes to compare."""
+
 SHARED_PLACES = 500
 """Blocks stand behind each other in shared memory."""
 
@@ -33,7 +37,10 @@ class BlockMoves:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._encoders = Encoders(world.hardware.int8_encode_bytes_per_s)
         self._payload: tuple[int, BlockHandle] | None = None
+        self._stands_at: dict[tuple[int, int, int, int], BlockHandle] = {}
+        """What was last told to stand at a place."""
 
     # -------------------------------------------------------------------------------------------------------------- out
 
@@ -44,17 +51,36 @@ class BlockMoves:
             unavailable = ev.BlockUnavailable(effect.to, effect.pull_id, effect.ordinal)
             world.post(0.0, world.delivery(machine, lambda: unavailable))
             return
+        if effect.encoded_bytes:
+            generation = machine.generation
+            ready_at = self._encoders.ready_at(machine, effect, world.now)
+            world.at(
+                ready_at, lambda: self._send_encoded(machine, effect) if machine.generation == generation else None
+            )
+            return
         if effect.shared:
             offset = effect.handle.slot % SHARED_PLACES * effect.kv_bytes
             file_id = FIRST_FILE + machine.number
             place = SharedBlock(effect.ordinal, SHARED_DESCRIPTOR, file_id, offset, effect.kv_bytes)
+            self._stands_at[place.file_id, place.ordinal, place.offset, place.length] = effect.handle
             machine.offers.append((effect.to, effect.pull_id, place))
             world.payload_bytes_of[machine.number] += effect.kv_bytes
             return
         self.flush(machine)
-        target = world.node_of(effect.to)
-        for offset in range(effect.offset, effect.kv_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, effect.kv_bytes - offset)
+        self._send_chunks(machine, effect, effect.kv_bytes)
+
+    def _send_encoded(self, machine: SimNode, effect: ev.SendBlock) -> None:
+        """What it comes to, then the block, on one connection: nothing overtakes."""
+        world, target = self._world, self._world.node_of(effect.to)
+        frame, size = world.charged(machine, EncodedBlock(effect.pull_id, effect.ordinal, STATED_DIGEST))
+        flow = target.number, effect.pull_id
+        world.links.enqueue(machine.number, flow, size, world.delivery(target, frame.event))
+        self._send_chunks(machine, effect, effect.encoded_bytes)
+
+    def _send_chunks(self, machine: SimNode, effect: ev.SendBlock, wire_bytes: int) -> None:
+        world, target = self._world, self._world.node_of(effect.to)
+        for offset in range(effect.offset, wire_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, wire_bytes - offset)
             header = Chunk(effect.pull_id, effect.ordinal, offset, size)
             world.payload_bytes_of[machine.number] += size
             world.links.enqueue(
@@ -102,6 +128,7 @@ class BlockMoves:
         number, handle = self._payload
         holder = self._world.nodes[number]
         machine.filled[effect.handle] = effect.kv_bytes
+        self._comes_from(machine, effect.handle, holder, handle)
         if holder.spoils or handle in holder.spoiled:
             machine.spoiled[effect.handle] = None
 
@@ -112,13 +139,19 @@ class BlockMoves:
 
     def adopt(self, machine: SimNode, effect: ev.AdoptShared) -> None:
         """Of a block that stands in shared memory."""
-        holder = self._world.nodes[effect.source.file_id - FIRST_FILE]
+        holder, place = self._world.nodes[effect.source.file_id - FIRST_FILE], effect.source
+        source = self._stands_at.get((place.file_id, place.ordinal, place.offset, place.length))
+        self._comes_from(machine, effect.handle, holder, source)
         self._hash(machine, effect.handle, effect.kv_bytes, holder.up and not holder.spoils)
 
+    @staticmethod
+    def _comes_from(machine: SimNode, handle: BlockHandle, holder: SimNode, source: BlockHandle | None) -> None:
+        """Its values are whose they were at the holder."""
+        model_id = None if source is None else holder.computed_by.get(source)
+        if model_id is not None:
+            machine.computed_by[handle] = model_id
+
     def _hash(self, machine: SimNode, handle: BlockHandle, size: int, ok: bool) -> None:
-        """By whichever thread is idle first."""
         world = self._world
-        thread = min(range(len(machine.hashed_at)), key=machine.hashed_at.__getitem__)
-        done_at = max(world.now, machine.hashed_at[thread]) + size / world.hardware.digest_bytes_per_s
-        machine.hashed_at[thread] = done_at
+        done_at = in_hashing_thread(machine, size / world.hardware.digest_bytes_per_s, world.now)
         world.at(done_at, world.delivery(machine, lambda: ev.BlockVerified(handle, ok)))

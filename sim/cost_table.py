@@ -25,7 +25,8 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     request takes beside that: tokenizing, crossing threads, keeping account. `check_bytes_per_s`: checks of pulled blocks
     beside their digests; `publish_bytes_per_s`: copying and hashing rows for others; `foresee_token_s`: predicting how wrong a
     reused token is. `frame_s` is what taking in one control frame and answering it takes. `decode_token_s`: one more token of
-    an answer.
+    an answer. `int8_encode_bytes_per_s` and `int8_decode_bytes_per_s`: KV that one thread brings into the form in which it
+    travels as int8, and back.
     `origin`: "measured", "published" (`source` names where) or "written" (somebody's estimate).
     """
 
@@ -50,6 +51,9 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     check_bytes_per_s: float
     publish_bytes_per_s: float
     foresee_token_s: float
+    int8_encode_bytes_per_s: float = 1.7e9
+    int8_decode_bytes_per_s: float = 6.7e9
+    """If a table does not say: as of the default model on one core (decision 22)."""
     layers: int
     kv_heads: int
     key_dim: int
@@ -83,6 +87,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             pull_bytes_per_s=pull_bytes_per_s,
             align_bytes_per_s=self.align_bytes_per_s,
             token_bytes=self.layout.token_bytes,
+            int8_share=self.layout.int8_share,
         )
 
     def dense_s(self, tokens: int) -> float:
@@ -102,6 +107,8 @@ _POSITIVE = (
     "frame_s",
     "check_bytes_per_s",
     "publish_bytes_per_s",
+    "int8_encode_bytes_per_s",
+    "int8_decode_bytes_per_s",
     "layers",
     "kv_heads",
     "key_dim",

@@ -6,47 +6,47 @@ Every answer is a promise, kept in virtual time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcomm_p2p.planning.costs import pull_s
+from kvcomm_p2p.planning.fetches import (
+    Limits,
+    Wants,
+    anchors_of,
+    in_groups,
+    limits_of,
+    other_holders,
+    own_blocks,
+    peers_blocks,
+    replica_pieces,
+)
 from kvcomm_p2p.planning.finding import FoundDonors
-from kvcomm_p2p.planning.landmarks import landmarks_of
-from kvcomm_p2p.planning.parts import part_of
+from kvcomm_p2p.planning.parts import replica_of
+from kvcomm_p2p.planning.scouting import SCOUT_LIMITS, Look
 from kvcomm_p2p.planning.segments import Segment
-from kvcomm_p2p.planning.spans import blocks_needed
-from kvcomm_p2p.planning.types import Costs, Plan
+from kvcomm_p2p.planning.types import Costs, Donor, Int8From, Plan
 from kvcomm_p2p.protocol import events as ev
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
+from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import Lookup, LookupResult
+from kvcomm_p2p.sim.encoding import Int8
 from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.process import Promise, gather, kept
 from kvcomm_p2p.sim.world import CONTENT_KEY, World
 
-GROUP_BLOCKS = 16
-"""Blocks per fetch, as the engine's puller groups them."""
-
 TOKENS_DEADLINE_S = 1.0
-REPLICA_BLOCKS_MIN = 2
-DEADLINE_FACTOR = 6.0
-DEADLINE_MIN_S = 2.0
-BUSY_SHARE = 0.5
-WAIT_LOST_MAX_S = 0.24
-"""All of these as the engine's puller and publisher have them."""
-
-Wanted = dict[NodeId, dict[BlockKey, tuple[AnchorMeta, int]]]
+"""As the driver's."""
 
 
 @dataclass(slots=True)
 class Fetched:
-    """What came for a plan. `handles`: blocks that are ours until `Fabric.keep`; `failed`: what did not come, and why."""
+    """What came for a plan. `handles`: blocks that are ours until `Fabric.keep` (what travelled as int8 is no replica, and has
+    none); `failed`: what did not come, and why. `wire_bytes`: of KV as it travelled; `kv_bytes`: of the same blocks raw."""
 
     handles: dict[BlockKey, BlockHandle] = field(default_factory=dict)
     anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
@@ -54,6 +54,7 @@ class Fetched:
     digests: dict[BlockKey, bytes] = field(default_factory=dict)
     failed: dict[BlockKey, Miss] = field(default_factory=dict)
     kv_bytes: int = 0
+    wire_bytes: int = 0
     wait_lost_s: float = 0.0
 
 
@@ -75,7 +76,11 @@ class Fabric(Protocol):
         self, wanted: Sequence[tuple[NodeId, AnchorMeta]]
     ) -> Promise[list[tuple[AnchorTokens | Miss, float]]]: ...
 
+    def int8(self, donors: Iterable[Donor]) -> Int8From: ...
+
     def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]: ...
+
+    def look(self, look: Look, found: FoundDonors) -> Promise[Fetched]: ...
 
     def keep(self, fetched: Fetched, used: Container[BlockKey]) -> None: ...
 
@@ -89,60 +94,20 @@ def digest_of(anchor_id: AnchorId, index: int) -> bytes:
     return hashlib.blake2b(anchor_id + index.to_bytes(2, "big"), digest_size=32).digest()
 
 
-def wanted_of(plan: Plan) -> Wanted:
-    """Blocks that a plan needs from each peer, in the order of the prompt."""
-    wanted: Wanted = {}
-    for span in plan.spans:
-        if span.donor is not None and not span.donor.local:
-            mine = wanted.setdefault(span.donor.holder, {})
-            mine.update((BlockKey(anchor.anchor_id, index), (anchor, index)) for anchor, index in blocks_needed(span))
-    return wanted
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """How long a fetch may take, go without progress, and be put off by busy holders."""
-
-    deadline_s: float
-    stall_s: float
-    busy_s: float
-
-
-def _limits(wants: Mapping[BlockKey, tuple[AnchorMeta, int]], found: FoundDonors, costs: Costs) -> _Limits:
-    """For everything that is wanted of one holder, as the engine's puller sets them."""
-    kv_bytes = sum(anchor.block_bytes(index) for anchor, index in wants.values())
-    tokens = sum(anchor.block_tokens(index) for anchor, index in wants.values())
-    return _Limits(
-        deadline_s=max(DEADLINE_MIN_S, DEADLINE_FACTOR * pull_s(costs, kv_bytes)),
-        stall_s=max(WAIT_LOST_MAX_S - found.wait_lost_s, 0.0),
-        busy_s=BUSY_SHARE * (costs.forward_s + tokens * costs.token_s),
-    )
-
-
-def local_anchors(plan: Plan) -> tuple[AnchorId, ...]:
-    """Anchors of the own pool that a plan reads, sorted."""
-    read = (span for span in plan.spans if span.donor is not None and span.donor.local)
-    return tuple(sorted({anchor.anchor_id for span in read for anchor, _ in blocks_needed(span)}))
-
-
 def local_failures(plan: Plan, held: Fabric) -> dict[BlockKey, Miss]:
     """Blocks of the own pool that have gone since the plan was made."""
     gone = Miss(MissReason.EVICTED, "evicted from the own pool between planning and reading")
-    return {
-        BlockKey(anchor.anchor_id, index): gone
-        for span in plan.spans
-        if span.donor is not None and span.donor.local
-        for anchor, index in blocks_needed(span)
-        if held.held(anchor.anchor_id) is None
-    }
+    return {key: gone for key in own_blocks(plan) if held.held(key.anchor_id) is None}
 
 
 class PeerFabric:
     """The protocol itself: the agent's node in the World."""
 
-    def __init__(self, world: World, machine: SimNode) -> None:
+    def __init__(self, world: World, machine: SimNode, int8: Int8 | None = None) -> None:
+        """`int8`: None: nothing is asked for so."""
         self._world = world
         self._machine = machine
+        self._int8 = int8
         self.me = machine.node_id
 
     @property
@@ -172,28 +137,40 @@ class PeerFabric:
     def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]:
         fetched = Fetched(failed=local_failures(plan, self))
         finished: Promise[Fetched] = Promise()
-        used = local_anchors(plan)
+        used = sorted({key.anchor_id for key in own_blocks(plan)})
         if used:
-            self._world.handle(self._machine, ev.AnchorsUsed(used))
+            self._world.handle(self._machine, ev.AnchorsUsed(tuple(used)))
         pulls = []
-        for holder, wants in wanted_of(plan).items():
-            limits = _limits(wants, found, costs)
-            items = list(wants.items())
-            pulls += [
-                self._fetch_group(holder, dict(items[at : at + GROUP_BLOCKS]), found, fetched, limits)
-                for at in range(0, len(items), GROUP_BLOCKS)
-            ]
+        for (holder, encoded), wants in peers_blocks(plan).items():
+            limits, int8 = limits_of(wants, found.wait_lost_s, costs), self._int8 if encoded else None
+            pulls += [self._fetch_group(holder, group, found, fetched, limits, int8) for group in in_groups(wants)]
         gather(pulls).then(lambda _: finished.resolve(fetched))
         return finished
+
+    def look(self, look: Look, found: FoundDonors) -> Promise[Fetched]:
+        fetched = Fetched()
+        finished: Promise[Fetched] = Promise()
+        pull = self._fetch_group(look.donor.holder, look.wants, found, fetched, SCOUT_LIMITS, None)
+        pull.then(lambda _: finished.resolve(fetched))
+        return finished
+
+    def int8(self, donors: Iterable[Donor]) -> Int8From:
+        """Which of their holders send KV as int8."""
+        if self._int8 is None:
+            return Int8From()
+        holders = dict.fromkeys(donor.holder for donor in donors if not donor.local)
+        return Int8From(frozenset(filter(self._machine.node.encodes, holders)), self._int8.always)
 
     def _fetch_group(
         self,
         holder: NodeId,
-        group: dict[BlockKey, tuple[AnchorMeta, int]],
+        group: Wants,
         found: FoundDonors,
         fetched: Fetched,
-        limits: _Limits,
+        limits: Limits,
+        int8: Int8 | None,
     ) -> Promise[None]:
+        """`int8`: they travel so."""
         done: Promise[None] = Promise()
         wants = []
         for key, (anchor, index) in group.items():
@@ -202,25 +179,35 @@ class PeerFabric:
             fetched.token_ids[anchor.anchor_id] = detail.token_ids
             fetched.digests[key] = detail.digests[index]
             handle = self._world.new_handle(self._machine)
-            wants.append(ev.Want(key, anchor.block_bytes(index), detail.digests[index], handle))
+            raw_bytes = anchor.block_bytes(index)
+            if int8 is None:
+                wants.append(ev.Want(key, raw_bytes, detail.digests[index], handle))
+            else:
+                wire_bytes = int8.layout.int8_bytes(anchor.block_tokens(index))
+                wants.append(ev.Want(key, wire_bytes, detail.digests[index], handle, raw_bytes))
 
         def finish(answer: ev.FinishFetch) -> None:
-            for block in answer.found:
-                anchor, index = group[block.key]
-                fetched.handles[block.key] = block.handle
-                fetched.kv_bytes += anchor.block_bytes(index)
+            came_bytes = sum(group[block.key][0].block_bytes(group[block.key][1]) for block in answer.found)
+            fetched.kv_bytes += came_bytes
+            fetched.wire_bytes += sum(sizes[block.key] for block in answer.found)
             fetched.failed.update((block.key, block.miss) for block in answer.missed)
             fetched.wait_lost_s = max(fetched.wait_lost_s, answer.wait_lost_s)
-            done.resolve(None)
+            if int8 is None:
+                fetched.handles.update((block.key, block.handle) for block in answer.found)
+                done.resolve(None)
+                return
+            for block in answer.found:
+                self._world.release(self._machine, block.handle)
+            self.sleep(came_bytes / int8.decode_bytes_per_s).then(done.resolve)
 
-        anchors = {anchor.anchor_id: anchor for anchor, _ in group.values()}
-        others = dict.fromkeys(peer for key in anchors for peer in found.holders.get(key, ()) if peer != holder)
+        sizes = {want.key: want.kv_bytes for want in wants}
+
         self._world.fetch(
             self._machine,
-            (holder, *others),
+            (holder, *other_holders(group, found, holder)),
             tuple(wants),
             finish,
-            anchors=tuple(anchors.values()),
+            anchors=tuple(anchors_of(group).values()),
             deadline_s=limits.deadline_s,
             stall_s=limits.stall_s,
             busy_s=limits.busy_s,
@@ -231,28 +218,19 @@ class PeerFabric:
         """Pulled blocks that were used become replicas, in pieces of consecutive blocks; the rest is let go."""
         for key in [key for key in fetched.handles if key not in used]:
             self._world.release(self._machine, fetched.handles.pop(key))
-        for anchor in fetched.anchors.values():
-            came = [index for index in range(anchor.blocks) if BlockKey(anchor.anchor_id, index) in fetched.handles]
-            pieces = [
-                [index for _, index in run] for _, run in groupby(enumerate(came), lambda pair: pair[1] - pair[0])
-            ]
-            for piece in pieces:
-                if len(piece) >= min(REPLICA_BLOCKS_MIN, anchor.blocks):
-                    self._world.publish(self._machine, (self._replica(anchor, piece, fetched),))
+        for anchor, piece in replica_pieces(fetched.anchors, fetched.handles):
+            self._world.publish(self._machine, (self._replica(anchor, piece, fetched),))
         for handle in fetched.handles.values():
             self._world.release(self._machine, handle)
         fetched.handles.clear()
 
     def _replica(self, anchor: AnchorMeta, indexes: list[int], fetched: Fetched) -> HeldAnchor:
+        held = replica_of(anchor, fetched.token_ids[anchor.anchor_id], indexes, CONTENT_KEY)
         keys = [BlockKey(anchor.anchor_id, index) for index in indexes]
-        token_ids = fetched.token_ids[anchor.anchor_id]
-        start = anchor.start + indexes[0] * BLOCK_TOKENS
-        end = min(anchor.start + (indexes[-1] + 1) * BLOCK_TOKENS, anchor.end)
-        meta = part_of(anchor, token_ids, start, end, CONTENT_KEY)
-        mine = token_ids[start - anchor.start : end - anchor.start]
         handles = tuple(fetched.handles.pop(key) for key in keys)
-        landmarks = landmarks_of(mine, CONTENT_KEY, meta.fingerprints)
-        return HeldAnchor(meta, mine, handles, tuple(fetched.digests[key] for key in keys), landmarks)
+        return HeldAnchor(
+            held.meta, held.token_ids, handles, tuple(fetched.digests[key] for key in keys), held.landmarks
+        )
 
     def publish(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
@@ -297,6 +275,12 @@ class OwnFabric:
 
     def fetch(self, plan: Plan, found: FoundDonors, costs: Costs) -> Promise[Fetched]:
         return kept(Fetched(failed=local_failures(plan, self)))
+
+    def look(self, look: Look, found: FoundDonors) -> Promise[Fetched]:
+        return kept(Fetched())
+
+    def int8(self, donors: Iterable[Donor]) -> Int8From:
+        return Int8From()
 
     def keep(self, fetched: Fetched, used: Container[BlockKey]) -> None:
         """Nothing came from anybody."""

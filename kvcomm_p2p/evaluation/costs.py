@@ -2,8 +2,9 @@
 
 Every part is measured with the code that a request runs: forwards of the model (several lengths, behind nothing and behind a
 cached prompt, and of scattered tokens as a repair computes them), aligning blocks into a cache, SHA-256 and the other checks of
-a block, one more token of an answer, looking a prompt up, planning it, predicting deviations, a control frame through the
-driver's codec and node, and whole requests of an agent that is alone, for what is left. `request_costs` measures that.
+a block, int8 and back, one more token of an answer, looking a prompt up, planning it, predicting deviations, a control frame
+through the driver's codec and node, and whole requests of an agent that is alone, for what is left. `request_costs` measures
+that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvcomm_p2p.evaluation.request_costs import (
     checks_bytes_per_s,
     donor_of,
     foresee_token_s,
+    int8_bytes_per_s,
     median_s,
     publish_bytes_per_s,
     repair_costs,
@@ -80,6 +82,8 @@ class MeasuredCosts:
     check_bytes_per_s: float
     publish_bytes_per_s: float
     foresee_token_s: float
+    int8_encode_bytes_per_s: float
+    int8_decode_bytes_per_s: float
     request_s: float
     request_token_s: float
 
@@ -93,7 +97,7 @@ def measure_costs(
     if not isinstance(cache, KVCache):
         raise UsageError(f"{model}: {runner.spec.share_refusal or 'its KV cannot be exchanged'}")
     lengths = [length for length in PREFILLS if length <= runner.spec.context_tokens_max]
-    with stepping(console, "costs", len(lengths) + len(RECOMPUTED) + 8) as step:
+    with stepping(console, "costs", len(lengths) + len(RECOMPUTED) + 9) as step:
         samples: list[tuple[int, int, float]] = []
         for tokens, cached in [*((length, 0) for length in lengths), *RECOMPUTED]:
             if tokens + cached <= runner.spec.context_tokens_max:
@@ -115,10 +119,24 @@ def measure_costs(
         check, publish = checks_bytes_per_s(runner, repeats, seed), publish_bytes_per_s(runner, repeats, seed)
         foresee_s = foresee_token_s(runner, repeats, seed)
         step("checks")
+        int8 = int8_bytes_per_s(runner, repeats, seed)
+        step("int8")
         request = request_costs(runner, costs, repeats)
         step("requests")
     measured = MeasuredCosts(
-        runner.spec, costs, digest, decode_s, find_s, plan_s, frame_s, *repair, check, publish, foresee_s, *request
+        runner.spec,
+        costs,
+        digest,
+        decode_s,
+        find_s,
+        plan_s,
+        frame_s,
+        *repair,
+        check,
+        publish,
+        foresee_s,
+        *int8,
+        *request,
     )
     return measured, Result("bench costs", _rows(measured, samples, repeats), seed)
 
@@ -160,6 +178,8 @@ def _rows(measured: MeasuredCosts, samples: list[tuple[int, int, float]], repeat
         ("checks of pulled blocks", measured.check_bytes_per_s / 1e6, "MB/s"),
         ("copying and hashing for others", measured.publish_bytes_per_s / 1e6, "MB/s"),
         ("predicting a reused token's deviation", measured.foresee_token_s, "s"),
+        ("encoding as int8", measured.int8_encode_bytes_per_s / 1e6, "MB/s of KV"),
+        ("decoding int8", measured.int8_decode_bytes_per_s / 1e6, "MB/s of KV"),
         ("a request beside all that", measured.request_s, "s"),
         ("each of its tokens", measured.request_token_s, "s"),
     )

@@ -21,6 +21,7 @@ from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.spec import ModelSpec
+from kvcomm_p2p.net.encoding import decode, encode
 from kvcomm_p2p.net.shared_memory import SharedMemory
 from kvcomm_p2p.planning.costs import forward_s
 from kvcomm_p2p.planning.plan import make_plan
@@ -127,6 +128,18 @@ def publish_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> float:
             store.drop(handle)
 
     return segment.meta.kv_bytes / median_s(publish, repeats)
+
+
+def int8_bytes_per_s(runner: ModelRunner, repeats: int, seed: int) -> tuple[float, float]:
+    """Bytes of KV that one thread encodes as int8 per second, and decodes."""
+    cache = runner.new_cache(BLOCK_TOKENS)
+    assert isinstance(cache, KVCache)
+    runner.prefill(np.random.default_rng(seed).integers(0, runner.vocabulary_size, BLOCK_TOKENS), cache)
+    block, layout = copy_block(cache, 0, BLOCK_TOKENS), runner.spec.layout
+    encoded = memoryview(encode(block, layout))
+    encode_s = median_s(lambda: encode(block, layout), 4 * repeats)
+    decode_s = median_s(lambda: decode(encoded, layout, BLOCK_TOKENS), 4 * repeats)
+    return block.nbytes / encode_s, block.nbytes / decode_s
 
 
 def foresee_token_s(runner: ModelRunner, repeats: int, seed: int) -> float:

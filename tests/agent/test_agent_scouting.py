@@ -59,9 +59,9 @@ def test_a_peer_is_looked_at_once_in_a_while(make_agent: MakeAgent, monkeypatch:
     looked: list[int] = []
     real = scouting.Scout.look
 
-    async def look(self: scouting.Scout, plan: Any, found: Any) -> bool:
+    async def look(self: scouting.Scout, look: Any, found: Any) -> bool:
         looked.append(1)
-        return await real(self, plan, found)
+        return await real(self, look, found)
 
     monkeypatch.setattr(scouting.Scout, "look", look)
 
@@ -85,7 +85,7 @@ def stubborn(runner: ModelRunner) -> CostTracker:
 
 
 def test_nothing_is_looked_at_where_reuse_pays(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no(self: scouting.Scout, plan: Any, found: Any) -> bool:
+    async def no(self: scouting.Scout, look: Any, found: Any) -> bool:
         raise AssertionError("looked at a link that is used")
 
     monkeypatch.setattr(scouting.Scout, "look", no)
