@@ -36,13 +36,15 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say why nothing is reused, and what to do. Exit code 1 if something was found."""
-    directory = load_settings().runtime_dir
+    settings = load_settings()
+    directory = settings.runtime_dir
     first, silent = ask_all(directory, None, "inspect")
     if name is not None and name not in [node["name"] for node in first]:
         ask_all(directory, name, "inspect")  # raises for a name that does not run
     if prompt is not None and name is None and len(first) != 1:
         raise UsageError("several nodes run here: name the one whose lookup misses, kvcomm doctor NAME --prompt …")
     from kvcomm_p2p.doctor import Finding, examine
+    from kvcomm_p2p.net.key_files import look
 
     time.sleep(LOOK_AGAIN_ROUNDS * max((node["gossip_interval_s"] for node in first), default=0.0))
     second = {node["name"]: node for node in ask_all(directory, None, "inspect")[0]}
@@ -56,10 +58,15 @@ def doctor(
             others = [other for other in first if other is not node]
             report = None if prompt is None else _report(directory, node["name"], prompt)
             later = second.get(node["name"])
-            findings[node["name"]] = list(examine(node, later, others, report))
+            on_disk = None
+            if "state_dir" in node:
+                on_disk = look(Path(node["state_dir"]), node["bind_host"], encrypted=node["security"]["encrypted"])
+            findings[node["name"]] = list(examine(node, later, others, report, on_disk))
     if not findings:
         fix = "start one: kvcomm node --name a"
         findings[""] = [Finding("process", "problem", "no node of yours runs on this machine", fix)]
+        on_disk = look(settings.state_dir, settings.bind_host, encrypted=settings.encrypted)
+        findings[""] += [Finding("keys on disk", "problem", what, remedy) for what, remedy in on_disk["problems"]]
     identities = {node["name"]: node["identity"] for node in first if node["name"] in findings}
     _tell(findings, identities, as_json=as_json)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvcomm_p2p.doctor_keys import connections, identity, secrets_on_disk
 from kvcomm_p2p.explain import REMEDIES
 from kvcomm_p2p.units import duration
 
@@ -50,14 +51,22 @@ class Finding:
 
 
 def examine(
-    node: Node, later: Node | None = None, others: Sequence[Node] = (), report: Mapping[str, Any] | None = None
+    node: Node,
+    later: Node | None = None,
+    others: Sequence[Node] = (),
+    report: Mapping[str, Any] | None = None,
+    on_disk: Mapping[str, Any] | None = None,
 ) -> tuple[Finding, ...]:
-    """Findings in the order of checks; a check that found nothing says so once."""
+    """Findings in the order of checks; a check that found nothing says so once. `on_disk`: `key_files.look` at the node's state
+    directory."""
     later = later or node
     findings: list[Finding] = []
     for check, found in (
         ("peers", _no_peers(later, others)),
         ("cluster key", _keys(node, later, others)),
+        ("keys on disk", secrets_on_disk(later, on_disk)),
+        ("connections", connections(node, later)),
+        ("identity", identity(later)),
         ("protocol version", _versions(node, later, others)),
         ("model", _models(later, others)),
         ("peers' state", _states(later)),

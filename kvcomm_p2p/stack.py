@@ -214,6 +214,14 @@ class AgentStack:
 
         return self.driver.run(read()).result(timeout=5.0)
 
+    def security(self) -> dict[str, Any]:
+        """Who was not let in, and the like (`Gate.view`); from any thread but the driver's."""
+
+        async def read() -> dict[str, Any]:
+            return self.driver.security()
+
+        return self.driver.run(read()).result(timeout=5.0)
+
     def close(self) -> None:
         """Say goodbye and stop. Safe to call twice; not from the driver's thread."""
         if self.metrics is not None:

@@ -5,20 +5,18 @@ Everything is plain types, ready for JSON, and holds neither text of prompts nor
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import asdict
 from typing import Any
 
 from kvcomm_p2p.agent_status import Totals
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.metrics import Facts, MetricsServer, exposition
+from kvcomm_p2p.net.keys import cluster_mark
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION
 from kvcomm_p2p.protocol.views import PeerView
 from kvcomm_p2p.settings import Settings
 from kvcomm_p2p.stack import AgentStack
-
-MARK_BYTES = 8
 
 
 class Watch:
@@ -48,18 +46,20 @@ class Watch:
     def inspect(self) -> dict[str, Any]:
         """`peers`, and what else `kvcomm_p2p.doctor` looks at.
 
-        `cluster_mark` is equal for nodes whose cluster keys are (it tells nothing about the key). `identity` are the parts
+        `cluster_mark`: see `net.keys`; `security`: see `net.gate.Gate.view`. `identity` are the parts
         of the model's id. `exact_only`: why nothing may be approximated, "" if it may.
         """
         stats, _ = self._stack.snapshot()
         spec = self._stack.runner.spec
-        mark = hmac.digest(self._stack.group_key, b"kvcomm cluster mark", "sha256")[:MARK_BYTES]
         _, misses, wait_lost_s = self._totals.read()
         return {
             **self.peers(),
             "protocol_version": PROTOCOL_VERSION,
             "cluster": self._settings.cluster,
-            "cluster_mark": mark.hex(),
+            "cluster_mark": cluster_mark(self._stack.group_key),
+            "state_dir": str(self._settings.state_dir),
+            "bind_host": self._settings.bind_host,
+            "security": self._stack.security(),
             "identity": dict(spec.identity_parts),
             "share_refusal": spec.share_refusal,
             "exact_only": spec.share_refusal or self._stack.engine.rules(Mode.BALANCED).reason,

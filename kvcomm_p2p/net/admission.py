@@ -64,6 +64,8 @@ class Admission:
         frame = self._sealer.open(sealed)
         if frame is None:
             self._drop("bad_seal")
+            if key:
+                self.gate.troubles.other_secret.add(key)
             return None
         if len(frame) < HEADER_BYTES:
             self._drop("undecodable")

@@ -22,11 +22,14 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Our CURVE keys (32 bytes each), and who may connect: `lets_in(public key)` is asked for every connection, on the loop."""
+    """Our CURVE keys (32 bytes each), and who may connect: `lets_in(public key)` is asked for every connection, on the loop.
+    `refused(address, key)` hears who was not let in, `lost(dial name, monitor event)` how connections that we asked for end."""
 
     public: bytes
     secret: bytes = field(repr=False)
     lets_in: Callable[[bytes], bool]
+    refused: Callable[[str, bytes], None] = lambda address, key: None
+    lost: Callable[[str, int], None] = lambda name, event: None
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Before `bind`: plain and unknown clients get no further than the handshake."""
@@ -48,10 +51,9 @@ class Doorman:
         self,
         loop: asyncio.AbstractEventLoop,
         context: zmq.Context[zmq.Socket[bytes]],
-        lets_in: Callable[[bytes], bool],
+        keys: CurveKeys,
     ) -> None:
-        self._lets_in = lets_in
-        self.refused = 0
+        self._keys = keys
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ENDPOINT)
@@ -68,14 +70,15 @@ class Doorman:
         envelope, question = parts[: empty + 1], parts[empty + 1 :]
         if empty < 0 or len(question) < 6:
             return
-        version, request_id, domain, _, _, mechanism, *credentials = question
+        version, request_id, domain, address, _, mechanism, *credentials = question
         good = (
             (version, domain, mechanism) == (b"1.0", ZAP_DOMAIN, b"CURVE")
             and len(credentials) == 1
             and len(credentials[0]) == KEY_BYTES
-            and self._lets_in(credentials[0])
+            and self._keys.lets_in(credentials[0])
         )
-        self.refused += not good
+        if not good and credentials:
+            self._keys.refused(address.decode("ascii", "replace"), credentials[0][:KEY_BYTES])
         status = [b"200", b"OK", credentials[0].hex().encode()] if good else [b"400", b"not allowed", b""]
         with suppress(zmq.ZMQError):  # the connection has gone meanwhile
             self._socket.send_multipart([*envelope, version, request_id, *status, b""], zmq.NOBLOCK)

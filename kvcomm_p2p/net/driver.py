@@ -276,6 +276,10 @@ class Driver:
         """Who signs in this node's name; None where there are no keys."""
         return self._interpreter.gate.identity
 
+    def security(self) -> dict[str, Any]:
+        """Loop. See `Gate.view`."""
+        return self._interpreter.gate.view()
+
     async def touch(self, anchor_ids: Iterable[AnchorId]) -> None:
         """Loop. These held anchors were used just now."""
         self._require_running()

@@ -16,10 +16,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.net.curve import CurveKeys, dial_name
+from kvcomm_p2p.net.curve import CurveKeys, dial_name, split_dial_name
 from kvcomm_p2p.net.identity import Allowed, Identity, PublicIdentity, load_allowed, load_identity
 from kvcomm_p2p.net.seeds import check_seed
 from kvcomm_p2p.net.signatures import Claim, is_genuine
+from kvcomm_p2p.net.troubles import Troubles
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import Erasure, Hello, MemberRecord, Message, Refused, Welcome
 from kvcomm_p2p.settings import is_loopback
@@ -49,6 +50,7 @@ class Gate:
             raise ValueError("nobody can be let in without an identity of our own")
         self.identity = identity
         self.required = required
+        self.troubles = Troubles()
         self._own_hosts = frozenset(own_hosts)
         self._own: tuple[Allowed, ...] = () if identity is None else (Allowed("", identity.public),)
         self._genuine: OrderedDict[Claim, None] = OrderedDict()
@@ -84,6 +86,32 @@ class Gate:
     def lets_in(self, curve_key: bytes) -> bool:
         """Whether a connection of this key may be made, and may still be used."""
         return curve_key in self._curve_keys
+
+    def label_of(self, curve_key: bytes) -> str:
+        """What the owner of a CURVE key is called in the allow-list; OWN_LABEL for us, "" for strangers."""
+        if any(own.public.curve == curve_key for own in self._own):
+            return OWN_LABEL
+        return next((peer.label for peer in self._allowed if peer.public.curve == curve_key), "")
+
+    def view(self) -> dict[str, Any]:
+        """What people may want to know, plain types; no secret."""
+        troubles = self.troubles
+        names = [(split_dial_name(name), why, seen) for (name, why), seen in troubles.failed.rows()]
+        return {
+            "encrypted": self.required,
+            "line": "" if self.identity is None else self.identity.public.line(),
+            "allowed": [peer.label for peer in self._allowed],
+            "turned_away": [
+                {"address": address, "key": key.hex()[:16], **seen}
+                for (address, key), seen in troubles.turned_away.rows()
+                if not self.lets_in(key)
+            ],
+            "failed": [
+                {"address": address, "expected": self.label_of(key), "why": why, **seen}
+                for (address, key), why, seen in names
+            ],
+            "other_secret": [{"label": self.label_of(key), **seen} for key, seen in troubles.other_secret.rows()],
+        }
 
     # ----------------------------------------------------------------------------------------------------------- sending
 
@@ -272,4 +300,11 @@ def curve_keys(gate: Gate) -> CurveKeys | None:
     """What a transport needs to encrypt for this gate; None where connections are plain."""
     if not gate.required or gate.identity is None:
         return None
-    return CurveKeys(gate.identity.public.curve, gate.identity.curve_secret, gate.lets_in)
+    troubles = gate.troubles
+    return CurveKeys(
+        gate.identity.public.curve,
+        gate.identity.curve_secret,
+        gate.lets_in,
+        lambda address, key: troubles.turned_away.add((address, key)),
+        troubles.lost,
+    )

@@ -242,8 +242,8 @@ def read_recording(path: Path) -> Recording:
                 end = str(record["end"])
                 break
             now, name, given, digest, *looks = record
-            found = tuple(tuple(map(int, places)) for places in looks[0]) if looks else ()
-            steps.append(Step(now, event_of(name, given), digest, found))
+            places = tuple(tuple(map(int, each)) for each in looks[0]) if looks else ()
+            steps.append(Step(now, event_of(name, given), digest, places))
         version, state, gauss = head["rng"]
         config, me = (_value(head[name], kind) for name, kind in (("config", NodeConfig), ("me", MemberRecord)))
     except (msgspec.ValidationError, msgpack.UnpackException, KeyError, TypeError, ValueError) as error:

@@ -89,7 +89,8 @@ class Watch:
 class Dealer:
     """A DEALER to one address, with a monitor. Raises ZMQError if the address is impossible.
 
-    `on_lost` is called once when the connection is refused or closed; the owner then closes the Dealer.
+    `on_lost` is called once, with the monitor's event, when the connection is refused or closed; the owner then closes the
+    Dealer.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Dealer:
         *,
         bulk: bool,
         on_message: Callable[[list[zmq.Frame]], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[int], None],
         secure: Callable[[zmq.Socket[bytes]], None] | None = None,
     ) -> None:
         """`secure` sets what encryption needs, before the socket connects."""
@@ -151,7 +152,7 @@ class Dealer:
         (event,) = struct.unpack_from("=H", parts[0])
         if event & LOST and not self._lost:
             self._lost = True
-            self._on_lost()
+            self._on_lost(event)
 
 
 def configure(socket: zmq.Socket[bytes], frame_bytes_max: int, *, bulk: bool) -> None:

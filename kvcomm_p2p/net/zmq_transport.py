@@ -78,7 +78,7 @@ class ZmqTransport:
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._receiver = receiver
         curve = self._curve
-        self._doorman = None if curve is None else Doorman(self._loop, self._context, curve.lets_in)
+        self._doorman = None if curve is None else Doorman(self._loop, self._context, curve)
         try:
             self._control_router, control_port = self._bind(self._ports[0], bulk=False)
             self._bulk_router, bulk_port = self._bind(self._ports[1], bulk=True)
@@ -191,7 +191,7 @@ class ZmqTransport:
             address,
             bulk=bulk,
             on_message=partial(self._on_bulk_reply, server_key) if bulk else self._on_stray,
-            on_lost=lambda: self._on_lost(plane, name),
+            on_lost=lambda event: self._on_lost(plane, name, event),
             secure=None if curve is None else partial(curve.dial, server_key=server_key),
         )
         plane[name] = dealer
@@ -234,8 +234,10 @@ class ZmqTransport:
         if self._receiver is not None:
             self._receiver.on_malformed()
 
-    def _on_lost(self, plane: OrderedDict[str, Dealer], address: str) -> None:
+    def _on_lost(self, plane: OrderedDict[str, Dealer], address: str, event: int) -> None:
         if self._receiver is not None:
+            if self._curve is not None:
+                self._curve.lost(address, event)
             self._close_one(plane, address)
             self._receiver.on_unreachable(address)
 

@@ -52,6 +52,8 @@ def node(name: str = "me", *peers: dict[str, Any], **changes: Any) -> dict[str, 
         "metrics_address": "",
         "peers": list(peers) or [peer("other")],
         "protocol_version": 2,
+        "state_dir": "/state",
+        "bind_host": "127.0.0.1",
         "cluster": "default",
         "cluster_mark": "aa",
         "identity": IDENTITY,
@@ -69,6 +71,12 @@ def node(name: str = "me", *peers: dict[str, Any], **changes: Any) -> dict[str, 
     }
     stats = {**facts["stats"], **changes.pop("stats", {})}
     return {**facts, **changes, "stats": stats}
+
+
+def secured(**changes: Any) -> dict[str, Any]:
+    """A node whose connections are encrypted."""
+    plain = {"encrypted": True, "line": "kvcomm-peer-1:me", "allowed": ["alice"]}
+    return node(security={**plain, "failed": [], "turned_away": [], "other_secret": [], **changes})
 
 
 def other(**changes: Any) -> dict[str, Any]:
@@ -98,7 +106,7 @@ def found(*arguments: Any, **named: Any) -> list[Finding]:
 def test_a_healthy_node_is_told_to_be_healthy() -> None:
     findings = examine(node(), node(), [other()])
     assert is_healthy(findings)
-    assert [finding.level for finding in findings] == ["ok"] * 12
+    assert [finding.level for finding in findings] == ["ok"] * 15
 
 
 CAUSES: list[tuple[str, str, str, tuple[Any, ...]]] = [
@@ -113,6 +121,71 @@ CAUSES: list[tuple[str, str, str, tuple[Any, ...]]] = [
         "cluster.key",
         (node(dropped={"bad_seal": 1}), node(dropped={"bad_seal": 3})),
     ),
+    (
+        "keys on disk",
+        "another than the one that this node started with",
+        "restart this node",
+        (node(), None, (), None, {"problems": [], "cluster_mark": "bb"}),
+    ),
+    (
+        "keys on disk",
+        "cluster key x can be read by other users",
+        "chmod 600",
+        (
+            node(),
+            None,
+            (),
+            None,
+            {"problems": [("cluster key x can be read by other users", "chmod 600 x")], "cluster_mark": ""},
+        ),
+    ),
+    (
+        "connections",
+        "node at 192.0.2.1:5 (alice) does not let this one in (3 times, last 5.00 s ago)",
+        "kvcomm keys allow 'kvcomm-peer-1:me'",
+        (
+            secured(
+                failed=[{"address": "192.0.2.1:5", "expected": "alice", "why": "refused", "count": 3, "age_s": 5.0}]
+            ),
+        ),
+    ),
+    (
+        "connections",
+        "does not have the key of alice, or does not encrypt",
+        "#NAME",
+        (
+            secured(
+                failed=[{"address": "192.0.2.1:5", "expected": "alice", "why": "other key", "count": 1, "age_s": 5.0}]
+            ),
+        ),
+    ),
+    (
+        "connections",
+        "from 192.0.2.9 was not let in",
+        "kvcomm keys allow LINE",
+        (secured(turned_away=[{"address": "192.0.2.9", "key": "ab", "count": 1, "age_s": 5.0}]),),
+    ),
+    (
+        "connections",
+        "bob seals with another secret",
+        "kvcomm keys invite",
+        (secured(other_secret=[{"label": "bob", "count": 1, "age_s": 5.0}]),),
+    ),
+    (
+        "connections",
+        "2 messages were about nodes that are not on this allow-list",
+        "everybody has to allow everybody",
+        (node(), node(dropped={"not_believed": 2})),
+    ),
+    ("connections", "of another key than", "revoked", (node(), node(dropped={"wrong_key": 2}))),
+    ("connections", "not genuine", "hostile", (node(), node(dropped={"bad_signature": 2}))),
+    (
+        "identity",
+        "peers talk to that one and not to this",
+        "kvcomm keys new",
+        (node(stats={"twin": ("192.0.2.3:4", True)}),),
+    ),
+    ("identity", "peers talk to this one", "kvcomm keys new", (node(stats={"twin": ("192.0.2.3:4", False)}),)),
     ("protocol version", "speaks protocol 1", "same version", (node(), None, [other(protocol_version=1)])),
     ("protocol version", "could not be decoded", "same version", (node(dropped={"undecodable": 2}),)),
     ("model", "which part differs cannot be known", "kvcomm doctor other", (node("me", peer("other", model_id="x")),)),
@@ -192,6 +265,11 @@ def test_every_cause_is_a_problem_of_its_own_check(check: str, text: str, fix: s
         ("3 blocks that other had announced were gone", (node("me", peer("other", misses={"evicted": 3})),)),
         ("busy 7 times; 4 blocks", (node("me", peer("other", busy_told=7, misses={"busy": 4})),)),
         ("5 frames came", (node(dropped={"bad_seal": 5}),)),
+        ("5 records had signatures", (node(dropped={"bad_signature": 5}),)),
+        (
+            "from 192.0.2.9 was not let in",
+            (secured(turned_away=[{"address": "192.0.2.9", "key": "ab", "count": 1, "age_s": 500.0}]),),
+        ),
         ("were lost waiting", (node(wait_lost_s=3.0),)),
     ],
 )

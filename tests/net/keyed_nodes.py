@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from net_nodes import CONFIG, KEYS, MODEL, TestNode
 
 from kvcomm_p2p.net.driver import Driver
+from kvcomm_p2p.net.durable import NodeLife
 from kvcomm_p2p.net.gate import Gate, curve_keys
 from kvcomm_p2p.net.identity import Allowed, Identity, allow, load_allowed
 from kvcomm_p2p.net.keys import ClusterKeys
@@ -33,17 +35,24 @@ class KeyedNode(TestNode):
         state_dir: Path | None = None,
         keys: ClusterKeys = KEYS,
         epoch: int = 1,
+        life: NodeLife | None = None,
     ) -> None:
         self.identity = identity
         self.gate = Gate(identity, load_allowed(state_dir) if state_dir else allowed, required=True)
 
+        lived = {}
+        if life is not None:
+            epoch, lived = life.epoch, {"incarnation": life.incarnation, "addresses": life.addresses}
+            life.sign = partial(signed_record, identity)
+            self.gate.remember(life.addresses, life.keys)
+
         def make(addresses: Addresses, now: float) -> Node:
             me = MemberRecord(identity.public.node_id(name), epoch, name, MODEL, addresses.control, addresses.bulk)
-            return Node(CONFIG, me=signed_record(identity, me), rng=random.Random(name), now=now)
+            return Node(CONFIG, me=signed_record(identity, me), rng=random.Random(name), now=now, **lived)
 
         self.store = BlockStore()
         transport = ZmqTransport(bind_host=host, curve=curve_keys(self.gate))
-        self.driver = Driver(make, transport, self.store, keys, gate=self.gate, state_dir=state_dir)
+        self.driver = Driver(make, transport, self.store, keys, gate=self.gate, state_dir=state_dir, life=life)
 
     def alive(self) -> list[str]:
         return sorted(peer.name for peer in self.ask(lambda driver: driver.peers()) if peer.state == "alive")
