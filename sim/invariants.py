@@ -1,88 +1,214 @@
 """What must always hold, checked while a world runs.
 
-Cheap ones after every event of the node that it concerns; those that look at all peers of a node every `every` of its events, and
-at the end.
+Cheap checks after every event of the node that it concerns; those that look at all peers of a node every `every` of its
+events, when it reports something of a peer, and at the end. `RULES` names them all.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from kvcomm_p2p.errors import InternalError
 from kvcomm_p2p.protocol import events as ev
-from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.anchors import BlockKey
+from kvcomm_p2p.protocol.ids import AnchorId, NodeId
+from kvcomm_p2p.protocol.views import PeerView
+from kvcomm_p2p.sim.broken import InvariantBroken
+from kvcomm_p2p.sim.log_truth import LogTruth
 from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.world import World
+
+__all__ = ["RULES", "InvariantBroken", "Invariants"]
 
 EVERY = 50
 
 WATCHED_MAX = 64
-"""Of more nodes than that, each has what it knows of so many others checked: those that follow it."""
+"""Of more nodes than that, each has what it knows of so many others checked: those that follow it; logs are not compared."""
 
+LATE_S = 1e-6
 
-class InvariantBroken(InternalError):
-    """What broke, at which node, when: the story to tell."""
+RULES = {
+    "raises": "a node never raises, whatever it is told",
+    "answers once": "every fetch, request for token ids, lookup and join is answered exactly once",
+    "answers in time": "and no later than its deadline",
+    "answers all": "a fetch tells of each block that was wanted, once, in its order, found or missed",
+    "references": "nobody drops, keeps or is given a block that is not there",
+    "other model": "no KV of one model reaches a node of another, and no lookup finds any",
+    "budgets": "pool, uploads, peers and the index stay within their limits",
+    "violations": "nobody honest is taken for a violator",
+    "own numbers": "a node's epoch, incarnation and log never go back",
+    "knowledge": "what a node knows of another's epoch, incarnation and log never goes back within a life of its own",
+    "resurrection": "who is known to be dead or gone is only alive again in a later incarnation or epoch",
+    "logs": "a copy of a log lists what its writer listed at that length: nothing invented, nothing deleted, nothing lost",
+    "agreement": "once nothing is wrong any more, all soon know each other and what each has",
+    "leftovers": "once nothing is asked any more, the only blocks held are those of the pool",
+}
+"""Name: what holds."""
+
+_ORDER = {"alive": 0, "suspect": 1, "dead": 2, "left": 3}
 
 
 @dataclass(slots=True)
 class Invariants:
-    """Watches a world from now on. Raises InvariantBroken out of `World.run`.
-
-    Held: what a node knows of an origin's epoch, and within one epoch of its log and its incarnation, never goes back
-    (unless it forgot the origin); a pool keeps to its bytes and anchors; nobody is counted as a violator, since nobody is;
-    a fetch ends once (the World sees to it), with every block found or missed, and no later than its deadline.
-    """
+    """Watches a world from now on. Raises InvariantBroken, with a name in RULES, out of `World.run`."""
 
     world: World
     every: int = EVERY
-    _versions: dict[int, tuple[int, dict[NodeId, tuple[int, int, int]]]] = field(default_factory=dict)
-    _deadlines: dict[tuple[int, int, int], tuple[float, int]] = field(default_factory=dict)
-    _events: dict[int, int] = field(default_factory=dict)
     checks: int = 0
+    _truth: LogTruth = field(default_factory=LogTruth)
+    _known: dict[tuple[int, int, NodeId], tuple[int, int, str, int]] = field(default_factory=dict)
+    _saved: dict[tuple[int, NodeId], tuple[int, int]] = field(default_factory=dict)
+    _open: dict[tuple[int, int, str, int], tuple[float, ev.Event]] = field(default_factory=dict)
+    _published: dict[tuple[int, int], dict[AnchorId, None]] = field(default_factory=dict)
+    _events: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world.observers.append(self._observe)
 
     def _observe(self, number: int, event: ev.Event, now: float, effects: list[ev.Effect]) -> None:
         machine = self.world.nodes[number]
-        if isinstance(event, ev.FetchRequested):
-            key = (number, machine.generation, event.fetch_id)
-            self._deadlines[key] = (event.deadline, len(event.wants))
+        self._note_question(machine, event)
         for effect in effects:
-            if isinstance(effect, ev.FinishFetch):
-                self._finished(machine, effect, now)
-            elif isinstance(effect, ev.ReportPeer) and effect.change == "violation":
-                self._broken(machine, f"took {effect.name} for a violator: {effect.detail}")
+            self._check_effect(machine, effect, now)
+        if len(self.world.nodes) <= WATCHED_MAX:
+            self._check_own_log(machine)
+        if isinstance(event, ev.AnchorsPublished):
+            ids = self._published.setdefault((number, machine.generation), {})
+            ids.update(dict.fromkeys(anchor.meta.anchor_id for anchor in event.anchors))
         count = self._events[number] = self._events.get(number, 0) + 1
         if count % self.every == 0:
             self.check(machine)
 
-    def _finished(self, machine: SimNode, finish: ev.FinishFetch, now: float) -> None:
-        deadline, wants = self._deadlines.pop((machine.number, machine.generation, finish.fetch_id))
-        if now > deadline + 1e-6:
-            self._broken(machine, f"finished fetch {finish.fetch_id} {now - deadline:.6f} s after its deadline")
-        if len(finish.found) + len(finish.missed) != wants:
-            self._broken(machine, f"finished fetch {finish.fetch_id} without a word on some of its blocks")
+    def _note_question(self, machine: SimNode, event: ev.Event) -> None:
+        if isinstance(event, ev.FetchRequested):
+            kind, asked_id = "fetch", event.fetch_id
+        elif isinstance(event, ev.TokensRequested):
+            kind, asked_id = "token ids", event.request_id
+        elif isinstance(event, ev.LookupRequested):
+            kind, asked_id = "lookup", event.request_id
+        else:
+            return
+        self._open[machine.number, machine.generation, kind, asked_id] = (event.deadline, event)
+
+    def _check_effect(self, machine: SimNode, effect: ev.Effect, now: float) -> None:
+        if isinstance(effect, ev.FinishFetch):
+            asked = self._answered(machine, "fetch", effect.fetch_id, now)
+            assert isinstance(asked, ev.FetchRequested)
+            self._check_fetch(machine, asked, effect)
+        elif isinstance(effect, ev.FinishTokens):
+            self._answered(machine, "token ids", effect.request_id, now)
+        elif isinstance(effect, ev.FinishLookup):
+            self._answered(machine, "lookup", effect.request_id, now)
+            mine = machine.node.me.model_id
+            for hit in effect.result.hits:
+                if hit.meta.model_id != mine:
+                    what = f"found an anchor of another model at {self._name(hit.holder)}"
+                    raise self.world.broken("other model", machine, what, (hit.holder, hit.meta.anchor_id))
+        elif isinstance(effect, ev.SaveState):
+            self._check_saved(machine, effect)
+        elif isinstance(effect, ev.ReportPeer):
+            if effect.change == "violation":
+                what = f"took {effect.name} for a violator: {effect.detail}"
+                raise self.world.broken("violations", machine, what, (effect.peer,))
+            for view in machine.node.peers([effect.peer]):
+                self._check_peer(machine, view)
+
+    def _answered(self, machine: SimNode, kind: str, asked_id: int, now: float) -> ev.Event:
+        asked = self._open.pop((machine.number, machine.generation, kind, asked_id), None)
+        if asked is None:
+            what = f"answered {kind} {asked_id} twice, or without being asked"
+            raise self.world.broken("answers once", machine, what)
+        deadline, event = asked
+        late_s = now - max(deadline, machine.thawed_at)  # who is frozen cannot answer
+        if late_s > LATE_S:
+            what = f"answered {kind} {asked_id} {late_s:.6f} s after its deadline"
+            raise self.world.broken("answers in time", machine, what)
+        return event
+
+    def _check_fetch(self, machine: SimNode, asked: ev.FetchRequested, finish: ev.FinishFetch) -> None:
+        told = f"finished fetch {finish.fetch_id}"
+        about = tuple(dict.fromkeys(want.key.anchor_id for want in asked.wants)) + asked.holders[:1]
+        order: dict[BlockKey, list[int]] = {}
+        for place, want in enumerate(asked.wants):
+            order.setdefault(want.key, []).append(place)
+        answers = sorted([*(b.key for b in finish.found), *(b.key for b in finish.missed)])
+        if answers != sorted(want.key for want in asked.wants):
+            raise self.world.broken("answers all", machine, f"{told} with other blocks than were wanted", about)
+        for group in (finish.found, finish.missed):
+            places = [order[block.key][0] for block in group]
+            if places != sorted(places):
+                raise self.world.broken("answers all", machine, f"{told} in another order than was wanted", about)
+        mine = machine.node.me.model_id
+        for block in finish.found:
+            if block.handle not in machine.references:
+                what = f"{told} with block {block.handle.slot}, which it does not have"
+                raise self.world.broken("references", machine, what, about)
+            if machine.computed_by.get(block.handle, mine) != mine:
+                raise self.world.broken("other model", machine, f"{told} with KV of another model", about)
+
+    def _check_saved(self, machine: SimNode, effect: ev.SaveState) -> None:
+        key, saved = (machine.number, machine.node_id), (effect.epoch, effect.incarnation)
+        before = self._saved.get(key, saved)
+        if saved < before:
+            what = f"took back its own epoch and incarnation: {before} became {saved}"
+            raise self.world.broken("own numbers", machine, what, (machine.node_id,))
+        self._saved[key] = saved
+
+    def _check_own_log(self, machine: SimNode) -> None:
+        log = machine.node.log_of(machine.node_id)
+        wrong = "" if log is None else self._truth.wrote(machine.node_id, log)
+        if wrong:
+            raise self.world.broken("own numbers", machine, wrong, (machine.node_id,))
 
     def check(self, machine: SimNode) -> None:
         """Everything that holds of one node now."""
         self.checks += 1
-        node = machine.node
-        stats = node.stats()
-        config = machine.config
-        if stats.pool_bytes > config.pool_bytes_max or stats.pool_anchors > config.pool_anchors_max:
-            self._broken(machine, f"holds {stats.pool_bytes} bytes in {stats.pool_anchors} anchors, more than it may")
-        if stats.uploads > config.uploads_max:
-            self._broken(machine, f"serves {stats.uploads} uploads, more than it may")
-        generation, versions = self._versions.get(machine.number, (machine.generation, {}))
-        known = {}
-        for peer in node.peers(self._watched(machine)):
-            version = (peer.epoch, peer.incarnation, peer.log_seq)
-            before = versions.get(peer.node_id, version) if generation == machine.generation else version
-            if version[0] < before[0] or (version[0] == before[0] and version[1] < before[1]):
-                self._broken(machine, f"took back what it knew of {peer.name}: {before} became {version}")
-            known[peer.node_id] = version
-        self._versions[machine.number] = (machine.generation, known)
+        self._check_budgets(machine)
+        for peer in machine.node.peers(self._watched(machine)):
+            self._check_peer(machine, peer)
+            if len(self.world.nodes) <= WATCHED_MAX:
+                self._check_log(machine, peer)
+
+    def _check_budgets(self, machine: SimNode) -> None:
+        stats, config = machine.node.stats(), machine.config
+        limits = (
+            ("bytes in its pool", stats.pool_bytes, config.pool_bytes_max),
+            ("anchors in its pool", stats.pool_anchors, config.pool_anchors_max),
+            ("uploads", stats.uploads, config.uploads_max),
+            ("peers", stats.peers_known, config.peers_max),
+            ("anchors of peers", stats.peer_anchors, 2 * config.directory_anchors_max),
+        )
+        for what, value, limit in limits:
+            if value > limit:
+                raise self.world.broken("budgets", machine, f"has {value} {what}, more than {limit}")
+
+    def _check_peer(self, machine: SimNode, peer: PeerView) -> None:
+        """Against what was known of it before in this life of ours; that outlives what the node remembers."""
+        key = (machine.number, machine.generation, peer.node_id)
+        epoch, incarnation, state, log_seq = self._known.get(key, (0, 0, "alive", 0))
+        now = (peer.epoch, peer.incarnation, peer.state, peer.log_seq)
+        same = peer.epoch == epoch
+        shorter = same and peer.log_seq < log_seq and not self._may_forget(machine, state, peer.state)
+        stale = same and (state == "left" or peer.incarnation == incarnation) and _ORDER[peer.state] < _ORDER[state]
+        if shorter or stale or peer.epoch < epoch or (same and peer.incarnation < incarnation):
+            told = f"epoch, incarnation, state and log {(epoch, incarnation, state, log_seq)} became {now}"
+            what = f"believes a stale word of {peer.name}" if stale else f"took back what it knew of {peer.name}"
+            raise self.world.broken(
+                "resurrection" if stale else "knowledge", machine, f"{what}: {told}", (peer.node_id,)
+            )
+        self._known[key] = now
+
+    @staticmethod
+    def _may_forget(machine: SimNode, *states: str) -> bool:
+        """Logs of who left, and of the dead after a while, are forgotten; a node that asks owners of shards keeps none."""
+        return any(state in ("dead", "left") for state in states) or machine.node.stats().sharded
+
+    def _check_log(self, machine: SimNode, peer: PeerView) -> None:
+        log = machine.node.log_of(peer.node_id)
+        wrong, anchor_id = ("", None) if log is None else self._truth.compare(machine.node_id, peer.node_id, log)
+        if wrong:
+            about = (peer.node_id,) if anchor_id is None else (peer.node_id, anchor_id)
+            raise self.world.broken("logs", machine, f"{wrong} of {peer.name}", about)
 
     def _watched(self, machine: SimNode) -> list[NodeId] | None:
         nodes = self.world.nodes
@@ -91,32 +217,26 @@ class Invariants:
         return [nodes[(machine.number + step) % len(nodes)].node_id for step in range(1, WATCHED_MAX)]
 
     def check_all(self) -> None:
-        """Every node that is up, and no fetch that is overdue."""
+        """Every node that is up, and nothing that is overdue."""
         for machine in self.world.nodes:
             if machine.up and not machine.frozen:
                 self.check(machine)
-        for (number, generation, fetch_id), (deadline, _) in self._deadlines.items():
+        for (number, generation, kind, asked_id), (deadline, _) in self._open.items():
             machine = self.world.nodes[number]
             if machine.up and machine.generation == generation and not machine.frozen and deadline < self.world.now - 1:
-                self._broken(machine, f"never finished fetch {fetch_id}")
+                raise self.world.broken("answers once", machine, f"never answered {kind} {asked_id}")
 
-    def _broken(self, machine: SimNode, what: str) -> None:
-        raise InvariantBroken(f"at {self.world.now:.6f} s {machine.name} {what}")
+    def leftovers(self, machine: SimNode) -> list[str]:
+        """References of this machine that are not exactly those of its pool, in words: once nothing is asked and nothing is
+        passed on any more, there must be none."""
+        published = self._published.get((machine.number, machine.generation), ())
+        held = filter(None, (machine.node.held(anchor_id) for anchor_id in published))
+        pool = Counter(handle for anchor in held for handle in anchor.handles)
+        return [
+            f"has {machine.references[handle]} references to block {handle.slot}, its pool has {pool[handle]}"
+            for handle in sorted({*pool, *machine.references})
+            if machine.references[handle] != pool[handle]
+        ]
 
-
-def differences(world: World) -> list[str]:
-    """What nodes that are up believe wrongly of each other's shared anchors, in words; empty when all agree."""
-    up = [machine for machine in world.nodes if machine.up and not machine.frozen]
-    truth = {machine.node_id: machine.node.known_of(machine.node_id) for machine in up}
-    wrong: list[str] = []
-    for machine in up:
-        for other in up:
-            if other is machine:
-                continue
-            known = machine.node.known_of(other.node_id)
-            missing, stale = truth[other.node_id] - known, known - truth[other.node_id]
-            if missing:
-                wrong.append(f"{machine.name} does not know {len(missing)} anchors of {other.name}")
-            if stale:
-                wrong.append(f"{machine.name} believes in {len(stale)} anchors that {other.name} no longer has")
-    return wrong
+    def _name(self, node_id: NodeId) -> str:
+        return self.world.node_of(node_id).name

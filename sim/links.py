@@ -13,6 +13,12 @@ from kvcomm_p2p.errors import ConfigError
 HEADER_BYTES = 66
 """Ethernet, IP and TCP headers that every frame pays for."""
 
+RETRANSMIT_S = 0.2
+"""After so long a connection sends a lost packet again (the least that Linux waits), then after twice as long each time."""
+
+RETRANSMITS_MAX = 6
+"""After so many in vain the packet is given up."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
@@ -89,10 +95,12 @@ class Links:
         self._rng = rng
         self._inside = inside
         self._between = between
+        self._first = inside, between
         self._sites: list[int] = []
         self._ports: list[_Port] = []
         self._special: dict[tuple[int, int], LinkProfile] = {}
         self._slowdown: dict[int, float] = {}
+        self._stream_ends: dict[tuple[int, int], float] = {}
         self.cuts: list[Cut] = []
 
     def add(self, site: int = 0) -> int:
@@ -115,32 +123,55 @@ class Links:
         """The node's interface gets 1/`factor` of its bandwidth, in both directions; 1 ends it."""
         self._slowdown[number] = factor
 
-    def worsen(self, *, loss: float) -> None:
-        """Set the loss of all ordinary links."""
-        self._inside = replace(self._inside, loss=loss)
-        self._between = replace(self._between, loss=loss)
+    def worsen(self, *, loss: float | None) -> None:
+        """Set the loss of all ordinary links; None: as it was at first."""
+        inside, between = self._first
+        self._inside = replace(inside, loss=inside.loss if loss is None else loss)
+        self._between = replace(between, loss=between.loss if loss is None else loss)
 
     def is_cut(self, source: int, target: int) -> bool:
         return any(source in cut.sources and target in cut.targets for cut in self.cuts)
 
-    def delays_s(self, source: int, target: int, frame_bytes: int) -> list[float]:
-        """After how many seconds a control frame arrives: never (empty), once, or more often."""
+    def delays_s(self, source: int, target: int, frame_bytes: int, in_order_at: float | None = None) -> list[float]:
+        """After how many seconds a control frame arrives: never (empty), once, or more often.
+
+        `in_order_at`: the time now, for a frame on the connection that pulls travel on, where nothing is doubled and nothing
+        overtakes, and what is lost comes later.
+        """
         if self.cuts and self.is_cut(source, target):
             return []
         profile = self.profile(source, target)
         rng = self._rng
         self._ports[source].sent_bytes += frame_bytes + HEADER_BYTES
+        if in_order_at is not None:
+            return self._stream_delay_s(source, target, frame_bytes, in_order_at)
         if profile.loss and rng.random() < profile.loss:
             return []
         copies = 2 if profile.duplication and rng.random() < profile.duplication else 1
         delays = []
         for _ in range(copies):
-            delay_s = profile.latency_s + profile.jitter_s * rng.random()
-            delay_s += (frame_bytes + HEADER_BYTES) / self._rate(source, target, profile.bytes_per_s)
+            delay_s = self._delay_s(source, target, frame_bytes)
             if profile.reordering and rng.random() < profile.reordering:
                 delay_s += 10 * profile.latency_s * rng.random()
             delays.append(delay_s)
         return delays
+
+    def _stream_delay_s(self, source: int, target: int, frame_bytes: int, now: float) -> list[float]:
+        loss, delay_s = self.profile(source, target).loss, self._delay_s(source, target, frame_bytes)
+        for attempt in range(RETRANSMITS_MAX + 1 if loss else 0):
+            if self._rng.random() >= loss:
+                break
+            if attempt == RETRANSMITS_MAX:
+                return []
+            delay_s += RETRANSMIT_S * 2**attempt
+        arrives_at = max(now + delay_s, self._stream_ends.get((source, target), 0.0))
+        self._stream_ends[source, target] = arrives_at
+        return [arrives_at - now]
+
+    def _delay_s(self, source: int, target: int, frame_bytes: int) -> float:
+        profile = self.profile(source, target)
+        delay_s = profile.latency_s + profile.jitter_s * self._rng.random()
+        return delay_s + (frame_bytes + HEADER_BYTES) / self._rate(source, target, profile.bytes_per_s)
 
     def _rate(self, source: int, target: int, bytes_per_s: float) -> float:
         if not self._slowdown:

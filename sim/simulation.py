@@ -147,10 +147,7 @@ class Simulation:
                 up_s = self.scenario.up_s
                 at_s = max(up_s) - up_s[number] if up_s else self._rng.random() * JOIN_SPREAD_S
                 self.world.at(at_s, lambda machine=machine: self.world.join(machine, *self._seeds(machine)))  # type: ignore[misc]
-            fabric = self._fabric_of(machine)
-            seed = self._rng.getrandbits(64)
-            rules = replace(self._rules, model_id=record.model_id)
-            self.agents.append(SimAgent(number, fabric, self._table, rules, self._believes, seed))
+            self.agents.append(self._agent(machine, self._rng.getrandbits(64)))
         if alone:
             for machine in self.world.nodes:
                 machine.alone = True
@@ -158,6 +155,15 @@ class Simulation:
             known = KnownMembers((machine.node.me, 0) for machine in self.world.nodes)
             for machine in self.world.nodes:
                 self.world.handle(machine, MembersKnown(known, introduced=True))
+
+    def _agent(self, machine: SimNode, seed: int) -> SimAgent:
+        rules = replace(self._rules, model_id=machine.node.me.model_id)
+        return SimAgent(machine.number, self._fabric_of(machine), self._table, rules, self._believes, seed)
+
+    def _begin_anew(self, machine: SimNode) -> None:
+        """A process that comes back has learned nothing yet, and computes nothing of what it was asked before."""
+        seed = random.Random(f"agent {machine.number} {machine.generation} {self._seed}").getrandbits(64)
+        self.agents[machine.number] = self._agent(machine, seed)
 
     @property
     def _all_known(self) -> bool:
@@ -198,7 +204,7 @@ class Simulation:
 
     def _schedule_faults(self, origin_s: float) -> None:
         rng = random.Random(f"faults {self._seed}")  # the same agents are hit on every fabric
-        faults = Faults(self.world, rng, lambda machine: self._seeds(machine)[0])
+        faults = Faults(self.world, rng, lambda machine: self._seeds(machine)[0], self._begin_anew)
         for fault in self.scenario.faults:
             if self.fabric == "peers" or fault.kind in AGENT_FAULTS:
                 self.world.at(origin_s + fault.at_s, lambda fault=fault: faults.begin(fault))  # type: ignore[misc]
