@@ -44,6 +44,9 @@ TOOK_WEIGHT = 0.25
 
 RETRY_MIN_S = 0.005
 
+TOOK_KEPT_S = 1.0
+"""After so long without the end of an upload, what earlier ones took says nothing of the next."""
+
 
 @dataclass(slots=True)
 class _Upload:
@@ -105,7 +108,8 @@ class Uploads:
         self._membership = membership
         self._per_peer_max = max(1, config.uploads_max // 2)
         self._running: dict[tuple[NodeId, int], _Upload] = {}
-        self._took_s = 2 * config.busy_retry_s
+        self._took_s = 0.0
+        self._took_at = -math.inf
         self._turns: dict[NodeId, int] = {}
         self._turn = 0
         rate = config.upload_bytes_per_s_max
@@ -209,8 +213,14 @@ class Uploads:
         groups = self._groups(peer)
         visible = [BlockKey(b.anchor_id, b.index) for b in pull.blocks if self._visible(b.anchor_id, groups)]
         named = self.referrals.named(peer, visible, now)
-        retry_after_s = min(self._config.busy_retry_s, max(self._took_s / 2, RETRY_MIN_S))
-        return _reply(peer, PullFailed(pull.pull_id, None, PullFailedReason.BUSY, retry_after_s, named))
+        return _reply(peer, PullFailed(pull.pull_id, None, PullFailedReason.BUSY, self._retry_after_s(now), named))
+
+    def _retry_after_s(self, now: float) -> float:
+        """Half of what an upload takes these days; before any ended, of what those that run have taken so far."""
+        took_s = self._took_s
+        if now - self._took_at > TOOK_KEPT_S:
+            took_s = now - min((upload.began_at for upload in self._running.values()), default=now)
+        return min(self._config.busy_retry_s, max(took_s / 2, RETRY_MIN_S))
 
     def _visible(self, anchor_id: AnchorId, groups: tuple[bytes, ...]) -> bool:
         held = self._pool.get(anchor_id)
@@ -249,9 +259,15 @@ class Uploads:
             effects.append(self._send_one(upload, now))
         for upload in [upload for upload in self._running.values() if upload.next == len(upload.pull.blocks)]:
             if upload.under_way_bytes <= 0:
-                self._took_s += TOOK_WEIGHT * (now - upload.began_at - self._took_s)
+                self._took(now - upload.began_at, now)
                 self._end(upload)
         return effects
+
+    def _took(self, seconds: float, now: float) -> None:
+        """An upload is over, and took so long."""
+        fresh = now - self._took_at > TOOK_KEPT_S
+        self._took_s = seconds if fresh else self._took_s + TOOK_WEIGHT * (seconds - self._took_s)
+        self._took_at = now
 
     def _send_one(self, upload: _Upload, now: float) -> Effect:
         """The next block, or that it does not come: it was never here (for this peer), or is gone."""
