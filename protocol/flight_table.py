@@ -265,6 +265,7 @@ class FlightTable:
                 effects += self._leave_queue(flight, now)
             elif flight.hopeless is None:
                 flight.hopeless = Miss(MissReason.BUSY, "every holder serves as many as it can")
+                self._sources.gave_up_on_busy(flight, self.waits_since(flight), now)
                 flight.leader.lose(self.waits_since(flight), now)
         return effects
 

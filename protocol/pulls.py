@@ -231,7 +231,7 @@ class Pulls:
             return self._taken(flight, event.ok, now)
         if event.ok:
             for holder in flight.givers:
-                self._penalties.forgive(holder)
+                self._sources.served(holder)
             return self._table.deliver(flight, now)
         return self._mismatched(flight, now)
 
@@ -243,7 +243,7 @@ class Pulls:
         effects: list[Effect] = []
         if ok:
             self.received_bytes += flight.want.kv_bytes
-            self._penalties.forgive(holder)
+            self._sources.served(holder)
             effects += self._table.deliver(flight, now)
         else:
             flight.begin_again()

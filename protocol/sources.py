@@ -12,6 +12,7 @@ from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import Capability
 from kvcomm_p2p.protocol.penalties import PenaltyBox
+from kvcomm_p2p.protocol.vain_waits import VAIN_WAITS, VainWaits
 
 BUSY_RETRY_MIN_S = 0.005
 """Whatever a busy holder advises, it is not asked again sooner."""
@@ -37,6 +38,7 @@ class Sources:
         self._penalties = penalties
         self._busy_until: dict[NodeId, float] = {}
         self._silent_at: dict[NodeId, float] = {}
+        self._vain = VainWaits(VAIN_WAITS * config.pull_busy_wait_s, lambda holder: membership.get(holder) is not None)
 
     def choose(self, flight: Flight, now: float) -> Choice:
         """Who is next for the leader of a flight: those a busy holder referred to, then the holders in their order.
@@ -72,6 +74,18 @@ class Sources:
     def busy(self, holder: NodeId, retry_after_s: float, now: float) -> None:
         """It serves as many as it can and wants to be asked later."""
         self._busy_until[holder] = now + max(retry_after_s, BUSY_RETRY_MIN_S)
+        self._vain.told_busy(holder, now)
+
+    def gave_up_on_busy(self, flight: Flight, since: float, now: float) -> None:
+        """A flight has waited since then for holders that are busy, in vain: who never serves is not asked for a while."""
+        for holder in _named(flight):
+            if self._vain.gave_up(holder, since, now):
+                self._penalties.punish(holder, now)
+
+    def served(self, holder: NodeId) -> None:
+        """A block of it is here, and right."""
+        self._penalties.forgive(holder)
+        self._vain.served(holder)
 
     def fell_silent(self, holder: NodeId, now: float, *, punish: bool) -> None:
         """It was given up for silence. Fetches that are under way ask it again when it shows life (it may only not have come
