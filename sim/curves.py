@@ -14,7 +14,7 @@ from kvcomm_p2p.sim.study import Study
 
 TIME_BINS = 30
 QUANTILES = 101
-RETURN_BIN_S, RETURN_BINS = 10.0, 9
+RETURN_BIN_S, RETURN_BINS = 20.0, 5
 AGENTS_LISTED = 64
 """Of more agents only the quantiles are kept."""
 
