@@ -251,7 +251,7 @@ class FlightTable:
         if flight.queued or flight.silent:
             since = self.waits_since(flight)
             return min(fetch.impatient_at(config, since) for fetch, _ in flight.owners)
-        patience_s = max(min(config.pull_busy_wait_s, flight.leader.event.busy_s), config.pull_stall_timeout_s)
+        patience_s = max(flight.leader.crowd_s, config.pull_stall_timeout_s)
         return self.waits_since(flight) + patience_s
 
     def tire(self, now: float) -> list[Effect]:
@@ -266,7 +266,7 @@ class FlightTable:
             elif flight.hopeless is None:
                 flight.hopeless = Miss(MissReason.BUSY, "every holder serves as many as it can")
                 self._sources.gave_up_on_busy(flight, self.waits_since(flight), now)
-                flight.leader.lose(self.waits_since(flight), now)
+                flight.leader.lose_turn(self.waits_since(flight), now)
         return effects
 
     def stood_still(self, seconds: float, now: float) -> None:
@@ -275,6 +275,7 @@ class FlightTable:
             pull.progress_at = min(now, pull.progress_at + seconds)
         for fetch in self.fetches.values():
             fetch.progress_at = min(now, fetch.progress_at + seconds)
+            fetch.answered_at = min(now, fetch.answered_at + seconds)
         for holder, at in self.came_at.items():
             self.came_at[holder] = min(now, at + seconds)
 

@@ -58,7 +58,8 @@ class LostTime:
 @dataclass(slots=True, eq=False)
 class Fetch:
     """A caller's request. `results` in the order wanted, `open` of them are missing still. `progress_at`: when anything
-    of it last arrived. `refused`: holders that it does not ask any more. `anchors`: what it said of what it wants.
+    of it last arrived; `answered_at`: when anybody last said BUSY, `crowd_s`: how long busy holders are worth waiting for.
+    `refused`: holders that it does not ask any more. `anchors`: what it said of what it wants.
     """
 
     event: FetchRequested
@@ -66,6 +67,8 @@ class Fetch:
     results: list[FoundBlock | MissedBlock | None]
     open: int
     progress_at: float
+    crowd_s: float
+    answered_at: float = -math.inf
     lost: LostTime = field(default_factory=LostTime)
     refused: dict[NodeId, Miss] = field(default_factory=dict)
     anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
@@ -76,9 +79,16 @@ class Fetch:
         return 2 * self.open > len(self.results)
 
     @classmethod
-    def of(cls, event: FetchRequested, now: float) -> Fetch:
+    def of(cls, event: FetchRequested, config: NodeConfig, now: float) -> Fetch:
         anchors = {anchor.anchor_id: anchor for anchor in event.anchors}
-        return cls(event, now, [None] * len(event.wants), len(event.wants), now, anchors=anchors)
+        crowd_s = min(config.pull_busy_wait_s, event.busy_s)
+        return cls(event, now, [None] * len(event.wants), len(event.wants), now, crowd_s, anchors=anchors)
+
+    @property
+    def lived_at(self) -> float:
+        """When there was a last sign that it will get something. Who is told BUSY is in a crowd, where one waits for its turn
+        and not for somebody frozen; but no longer than a crowd is worth waiting in."""
+        return max(self.progress_at, min(self.answered_at, self.progress_at + self.crowd_s))
 
     def patience_s(self, config: NodeConfig, since: float) -> float:
         """How long nothing may arrive from `since` on: what it has lost before is not there to be lost again."""
@@ -86,11 +96,15 @@ class Fetch:
 
     def impatient_at(self, config: NodeConfig, since: float) -> float:
         """When it gives up on a holder that has been silent since then, unless anything else of it comes."""
-        since = max(since, self.progress_at)
+        since = max(since, self.lived_at)
         return since + self.patience_s(config, since)
 
     def lose(self, since: float, now: float) -> None:
-        """It waited in vain since then; not while something else of it came."""
+        """It waited in vain for somebody silent since then; not while something else of it came, or its turn was waited for."""
+        self.lost.add(max(since, self.lived_at), now)
+
+    def lose_turn(self, since: float, now: float) -> None:
+        """It waited in vain for its turn since then."""
         self.lost.add(max(since, self.progress_at), now)
 
     def answer(self) -> FinishFetch:

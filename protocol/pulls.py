@@ -99,7 +99,7 @@ class Pulls:
         miss at once."""
         if event.fetch_id in self._table.fetches:
             raise KeyError(f"fetch id {event.fetch_id} is in use")
-        fetch = Fetch.of(event, now)
+        fetch = Fetch.of(event, self._config, now)
         self._table.fetches[event.fetch_id] = fetch
         if not event.wants:
             return self._table.finish(fetch)
@@ -205,6 +205,8 @@ class Pulls:
             if message.reason is PullFailedReason.BUSY:
                 self._sources.busy(pull.holder, message.retry_after_s, now)
                 self._table.pace.busy(pull.holder)
+                for fetch in pull.waiting():
+                    fetch.answered_at = now
                 for flight in pull.owed:
                     self._table.counts["referred"] += self._sources.refer(flight, message.referrals)
             busy = message.reason is PullFailedReason.BUSY

@@ -17,6 +17,7 @@ from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockKey, Miss, MissReason, 
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.node import Node
+from kvcomm_p2p.protocol.uploads import RETRY_MIN_S
 
 PEER, OTHER = record(1), record(2)
 DOC = meta("doc")
@@ -453,14 +454,30 @@ def test_more_uploads_than_allowed_are_told_busy() -> None:
     node = holder(NodeConfig(uploads_max=2))
     node.handle(pull(1), 1.0)
     (busy,) = sent(node.handle(pull(2), 1.0), m.PullFailed)
-    assert busy == m.PullFailed(2, None, m.PullFailedReason.BUSY, NodeConfig().busy_retry_s), (
-        "one peer takes half at most"
-    )
+    assert busy == m.PullFailed(2, None, m.PullFailedReason.BUSY, RETRY_MIN_S), "one peer takes half at most"
     node.handle(pull(1, sender=OTHER.node_id), 1.0)
     (busy,) = sent(node.handle(pull(1, sender=record(3).node_id), 1.0), m.PullFailed)
     assert busy.reason is m.PullFailedReason.BUSY and node.stats().busy == 2
     node.handle(ev.MessageReceived(PEER.node_id, m.CancelPull(1)), 1.1)
     assert len(of(node.handle(pull(3), 1.2), ev.SendBlock)) == 2
+
+
+def test_a_busy_holder_advises_half_of_what_uploads_take_these_days() -> None:
+    node = holder(NodeConfig(uploads_max=1))
+
+    def advice(pull_id: int, now: float) -> float:
+        (busy,) = sent(node.handle(pull(pull_id, sender=OTHER.node_id), now), m.PullFailed)
+        return float(busy.retry_after_s)
+
+    node.handle(pull(1), 1.0)
+    assert [advice(number, 1.0 + 0.02 * number) for number in (0, 1, 2)] == pytest.approx([RETRY_MIN_S, 0.01, 0.02])
+    node.handle(ev.MessageReceived(PEER.node_id, m.Credit(1, 2 * BLOCK)), 1.06)
+    node.handle(pull(2), 1.06)
+    assert advice(3, 1.07) == pytest.approx(0.03), "the last one took 60 ms"
+    node.handle(ev.MessageReceived(PEER.node_id, m.Credit(2, 2 * BLOCK)), 1.08)
+    node.handle(pull(3), 1.08)
+    assert advice(4, 1.09) == pytest.approx(0.025), "the mean moves"
+    assert advice(5, 2.5) == NodeConfig().busy_retry_s, "that is long ago; this one has taken very long"
 
 
 def test_silent_pullers_lose_their_upload_and_gone_ones_at_once() -> None:

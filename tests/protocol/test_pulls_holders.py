@@ -273,6 +273,27 @@ def test_who_falls_silent_for_good_costs_one_patience_in_all() -> None:
     assert finish.wait_lost_s <= STALL_S + 1e-9 and now <= 1.19 + STALL_S + 0.06
 
 
+@pytest.mark.parametrize(("busy_s", "ended"), [(10.0, 1.35), (0.0, 1.2)])
+def test_in_a_crowd_one_silent_holder_does_not_end_what_others_were_just_asked_for(busy_s: float, ended: float) -> None:
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK, pulls_per_peer_max=1))
+    event = ev.FetchRequested(1, (PEER.node_id,), wants(DOC), 9.0, busy_s=busy_s)
+    (first,) = sent(node.handle(event, 1.0), m.Pull)
+    busy = failed(first.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.15, referrals=(OTHER.node_id,))
+    ((_, at_other),) = asked(node.handle(ev.MessageReceived(PEER.node_id, busy), 1.0))
+    ((to, again),) = asked(wait(node, 1.15))
+    assert to == PEER.node_id
+    again_busy = failed(again.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.001)
+    node.handle(ev.MessageReceived(PEER.node_id, again_busy), 1.15)
+    ((to, last),) = asked(wait(node, 1.17))
+    assert to == PEER.node_id
+    effects = wait(node, ended - 0.01)
+    assert not of(effects, ev.FinishFetch)
+    assert at_other.pull_id in node._pulls._table.pulls or ended > 1.2
+    (finish,) = of(wait(node, ended + 0.05), ev.FinishFetch)
+    assert len(finish.missed) == 2 and finish.wait_lost_s <= STALL_S + 1e-9
+    assert last.pull_id not in node._pulls._table.pulls
+
+
 def test_who_loses_a_race_but_speaks_is_not_punished() -> None:
     node = puller()
     node.handle(request(others=(OTHER.node_id,)), 1.0)
