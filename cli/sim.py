@@ -15,8 +15,11 @@ import typer
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import emit, stderr, stdout, write_text
 from kvcomm_p2p.cli.sim_ablate import ablate
+from kvcomm_p2p.cli.sim_failing import telling_failures
+from kvcomm_p2p.cli.sim_hunt import hunt
 from kvcomm_p2p.cli.sim_inputs import chosen_scenario, parsed_values, rules_of, runs_at_once, told, written
 from kvcomm_p2p.cli.sim_pictures import check_can_write, draw, draw_kept, draw_runs, write_report
+from kvcomm_p2p.cli.sim_recording import node_maker
 from kvcomm_p2p.cli.sim_replay import replay_nodes
 from kvcomm_p2p.cli.sim_results import (
     laid_out,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 sim = typer.Typer(help="Simulate many agents: what happens before you deploy them.", no_args_is_help=True)
 sim.command()(validate)
 sim.command()(ablate)
+sim.command()(hunt)
 sim.command("replay")(replay_nodes)
 
 ScenarioArgument = Annotated[
@@ -94,13 +98,23 @@ def run(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="PATH", help="Also write one HTML page that opens offline.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="DIR", help="Also record every node of the fabric peers.")
+    ] = None,
+    every: Annotated[
+        int, typer.Option("--every", min=1, metavar="EVENTS", help="Of a node, between checks of all that it knows.")
+    ] = 50,
+    shrink: Annotated[
+        bool, typer.Option("--shrink/--no-shrink", help="If an invariant breaks: find a smaller scenario that does it.")
+    ] = True,
 ) -> None:
     """Simulate one scenario on each of its fabrics."""
     from kvcomm_p2p.sim.study import figures
 
     chosen = chosen_scenario(scenario, changes, fabric, seed)
     check_can_write([save, csv_path, report], pictures=plots is not None or report is not None)
-    study = _run(chosen)
+    with node_maker(chosen, record) as make_node, telling_failures(chosen, shrink=shrink, every=every):
+        study = _run(chosen, every=every, make_node=make_node)
     rows = figures(study)
     seeds = None if seed is None else [str(seed)]
     command = told("run", scenario, {"set": changes, "fabric": fabric, "seed": seeds})
@@ -221,7 +235,8 @@ def plot(
 # ---------------------------------------------------------------------------------------------------------------- inside
 
 
-def _run(chosen: Scenario) -> Study:
+def _run(chosen: Scenario, **more: Any) -> Study:
+    """`more`: see `study.run_study`."""
     from kvcomm_p2p.sim.study import named, run_study
 
     rules = rules_of(chosen)
@@ -232,6 +247,7 @@ def _run(chosen: Scenario) -> Study:
             rules,
             progress=lambda name, share: bar.update(tasks[name], completed=share),
             clock=time.perf_counter,
+            **more,
         )
 
 

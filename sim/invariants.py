@@ -26,6 +26,8 @@ WATCHED_MAX = 64
 """Of more nodes than that, each has what it knows of so many others checked: those that follow it; logs are not compared."""
 
 LATE_S = 1e-6
+OVERDUE_S = 1.0
+"""What is not answered so long after its deadline never will be."""
 
 RULES = {
     "raises": "a node never raises, whatever it is told",
@@ -164,10 +166,18 @@ class Invariants:
         """Everything that holds of one node now."""
         self.checks += 1
         self._check_budgets(machine)
+        self._check_open(machine)
         for peer in machine.node.peers(self._watched(machine)):
             self._check_peer(machine, peer)
             if len(self.world.nodes) <= WATCHED_MAX:
                 self._check_log(machine, peer)
+
+    def _check_open(self, machine: SimNode) -> None:
+        overdue_s = self.world.now - OVERDUE_S
+        for (number, generation, kind, asked_id), (deadline, _) in self._open.items():
+            mine = number == machine.number and generation == machine.generation
+            if mine and not machine.frozen and max(deadline, machine.thawed_at) < overdue_s:
+                raise self.world.broken("answers once", machine, f"never answered {kind} {asked_id}")
 
     def _check_budgets(self, machine: SimNode) -> None:
         stats, config = machine.node.stats(), machine.config
@@ -221,10 +231,6 @@ class Invariants:
         for machine in self.world.nodes:
             if machine.up and not machine.frozen:
                 self.check(machine)
-        for (number, generation, kind, asked_id), (deadline, _) in self._open.items():
-            machine = self.world.nodes[number]
-            if machine.up and machine.generation == generation and not machine.frozen and deadline < self.world.now - 1:
-                raise self.world.broken("answers once", machine, f"never answered {kind} {asked_id}")
 
     def leftovers(self, machine: SimNode) -> list[str]:
         """References of this machine that are not exactly those of its pool, in words: once nothing is asked and nothing is

@@ -249,6 +249,8 @@ class Simulation:
         tasks = until(workload, random.Random(f"tasks {self._seed}"), self.scenario.duration_s)
         chosen = self.scenario.only_tasks
         tasks = [tasks[number] for number in chosen if number < len(tasks)] if chosen else tasks
+        if not tasks:
+            raise ConfigError("only_tasks names none of the tasks that there are")
         _check_length(tasks, self._table)
         for task in tasks:
             self.world.at(origin_s + task.at_s, lambda task=task: self._begin(task))  # type: ignore[misc]

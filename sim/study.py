@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcomm_p2p.planning.types import ReuseRules
+from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.sim.cost_table import load_table
 from kvcomm_p2p.sim.herd import HerdSeen
-from kvcomm_p2p.sim.invariants import Invariants
+from kvcomm_p2p.sim.invariants import EVERY, Invariants
 from kvcomm_p2p.sim.metrics import Observed, PoolLoad, Summary, summarize
 from kvcomm_p2p.sim.scenario import Scenario
+from kvcomm_p2p.sim.settled import check_settled
 from kvcomm_p2p.sim.simulation import Simulation
+from kvcomm_p2p.sim.world import NodeMaker
 
 Progress = Callable[[str, float], None]
 """(what is running, 0 to 1)."""
@@ -36,21 +39,26 @@ def run_study(
     progress: Progress = lambda what, share: None,
     check: bool = True,
     clock: Callable[[], float] = lambda: 0.0,
+    every: int = EVERY,
+    make_node: NodeMaker = Node,
 ) -> Study:
     """Run the scenario on each of its fabrics, and on peers without each of its ablations.
 
-    `check`: watch the invariants. `clock`: wall time, for `Observed.wall_s` alone.
+    `check`: watch the invariants, what a node knows of all others after `every` of its events. `clock`: wall time, for
+    `Observed.wall_s` alone. `make_node`: what stands in for `Node` on the fabric peers.
     Raises ConfigError for what the scenario names and is not there, InvariantBroken."""
     table = load_table(scenario.costs)
     done: list[Observed] = []
     for name, fabric, ablation in scenario.runs():
         started = clock()
-        simulation = Simulation(scenario, fabric, table, rules, ablation=ablation)
-        invariants = Invariants(simulation.world) if check and fabric == "peers" else None
+        maker = make_node if fabric == "peers" and ablation is None else Node
+        simulation = Simulation(scenario, fabric, table, rules, ablation=ablation, make_node=maker)
+        invariants = Invariants(simulation.world, every) if check and fabric == "peers" else None
         observed = simulation.run(lambda share, name=name: progress(name, share))  # type: ignore[misc]
+        observed.wall_s = clock() - started
         if invariants is not None:
             invariants.check_all()
-        observed.wall_s = clock() - started
+            check_settled(simulation, invariants)
         done.append(observed)
     return Study(scenario, tuple(done))
 
