@@ -52,6 +52,8 @@ class Directory:
         self._contents = _Contents()
         self._values: _U32 = np.empty(0, np.uint32)
         self._value_rows: _Rows = np.empty(0, np.int64)
+        self._unread: list[tuple[int, bytes]] = []
+        """Row and fingerprints of what was added since anybody looked for fingerprints."""
         self._tail: list[tuple[_U32, _Rows]] = []
         self._tail_size = 0
         self._joined_tail: tuple[_U32, _Rows] | None = None
@@ -69,8 +71,7 @@ class Directory:
         self.add_all(holder, (meta,))
 
     def add_all(self, holder: NodeId, metas: Sequence[AnchorMeta]) -> None:
-        """`holder` has these anchors; replaces what was known of them there. Faster than one by one."""
-        first = self._next_row
+        """`holder` has these anchors; replaces what was known of them there."""
         for meta in metas:
             self.remove(holder, meta.anchor_id)
             row, self._next_row = self._next_row, self._next_row + 1
@@ -81,17 +82,10 @@ class Directory:
                 _insert(self._of_chain, meta.chain_end, row)
             if meta.content:
                 self._contents.add(row, meta)
+            if meta.fingerprints:
+                self._unread.append((row, meta.fingerprints))
+                self._tail_size += len(meta.fingerprints) // 4
         self.added += len(metas)
-        values = np.frombuffer(b"".join([meta.fingerprints for meta in metas]), "<u4")
-        if not values.size:
-            return
-        rows = np.repeat(np.arange(len(metas)), [len(meta.fingerprints) // 4 for meta in metas])
-        both = rows.astype(np.uint64) << np.uint64(32) | values
-        if not (both[1:] > both[:-1]).all():  # peers are asked for ascending ones, and need not comply
-            both = np.unique(both)
-        self._tail.append((both.astype(np.uint32), (both >> np.uint64(32)).astype(np.int64) + first))
-        self._joined_tail = None
-        self._tail_size += both.size
         if self._tail_size > max(TAIL_MIN, self._values.size // 8):
             self._merge()
 
@@ -212,7 +206,21 @@ class Directory:
                     found.append(AnchorHit(meta, holder, 0, 0))
         return found
 
+    def _read(self) -> None:
+        """What is unread becomes one more piece of the tail: many rows at once cost little more than one."""
+        unread, self._unread = self._unread, []
+        first = unread[0][0]
+        values = np.frombuffer(b"".join([fingerprints for _, fingerprints in unread]), "<u4")
+        rows = np.repeat([row - first for row, _ in unread], [len(fingerprints) // 4 for _, fingerprints in unread])
+        both = rows.astype(np.uint64) << np.uint64(32) | values
+        if not (both[1:] > both[:-1]).all():  # peers are asked for ascending ones, and need not comply
+            both = np.unique(both)
+        self._tail.append((both.astype(np.uint32), (both >> np.uint64(32)).astype(np.int64) + first))
+        self._joined_tail = None
+
     def _join_tail(self) -> tuple[_U32, _Rows]:
+        if self._unread:
+            self._read()
         if self._joined_tail is None:
             values = [self._values[:0], *(values for values, _ in self._tail)]
             rows = [self._value_rows[:0], *(rows for _, rows in self._tail)]

@@ -165,16 +165,13 @@ class States:
         return [(borders[bucket], borders[bucket + 1]) for bucket in range(BUCKETS) if mask >> bucket & 1]
 
     def _rows(self, mask: int) -> npt.NDArray[np.void]:
-        ranges = self._ranges(mask)
-        rows = np.empty(sum(end - start for start, end in ranges), _ROW)
-        seqs, hashes = np.frombuffer(self._seqs, np.uint64), np.frombuffer(self._hashes, np.uint64)
-        at = 0
-        for start, end in ranges:
-            piece = rows[at : at + end - start]
-            piece["seq"] = np.minimum(seqs[start:end], ROW_SEQ_MAX)
-            piece["check"] = hashes[start:end] & np.uint64(0xFFFF)
-            at += end - start
-        return rows
+        rows = np.empty(len(self.ids), _ROW)
+        rows["seq"] = np.minimum(np.frombuffer(self._seqs, np.uint64), ROW_SEQ_MAX)
+        rows["check"] = np.frombuffer(self._hashes, np.uint64) & np.uint64(0xFFFF)
+        if mask == BUCKETS_ALL:
+            return rows
+        pieces = [rows[start:end] for start, end in self._ranges(mask)]
+        return np.concatenate(pieces) if pieces else rows[:0]
 
 
 def _total(hashes: Iterator[int]) -> bytes:

@@ -152,6 +152,8 @@ class SimilarIndex:
     def _slot(self, entry: int) -> int | None:
         """Where the main part holds `entry`."""
         entries = self._main.entries
+        if not len(entries) or entry > entries[-1]:
+            return None
         slot = int(np.searchsorted(entries, entry))
         return slot if slot < len(entries) and entries[slot] == entry and self._main.alive[slot] else None
 
