@@ -19,7 +19,7 @@ DELTA_BYTES_MAX_MAX = 128 * 1024
 DIRECTORY_MODES = ("auto", "full", "sharded")
 _LENGTHS = {"cluster_id": CLUSTER_ID_BYTES, "erasing_key": ERASING_KEY_BYTES}
 
-_MAY_BE_ZERO = ("anchor_ttl_s", "upload_bytes_per_s_max")
+_MAY_BE_ZERO = ("anchor_ttl_s", "passing_on_s", "upload_bytes_per_s_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class NodeConfig:
     """Pulls and questions for token ids answered per second and peer. Larger: a peer can keep this node busier."""
 
     passing_on_s: float = 10.0
-    """Seconds that blocks just pulled are served to others, and that those who pulled here are named to others.
+    """Seconds that blocks just pulled are served to others, and that those who pulled here are named to others; 0: neither.
     Larger: more is found at peers when many want the same, more memory is used."""
 
     passing_on_bytes_max: int = 128 * MIB

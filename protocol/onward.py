@@ -48,7 +48,7 @@ class Onward:
         if known is not None:
             self._metas[meta.anchor_id] = stricter(known, meta)
         fits = index < meta.blocks and meta.block_bytes(index) == kv_bytes <= self._config.passing_on_bytes_max
-        if key in self._kept or not is_shared(meta) or not fits:
+        if key in self._kept or not is_shared(meta) or not fits or not self._config.passing_on_s:
             return []
         effects: list[Effect] = [RetainBlock(handle)]
         self._metas.setdefault(meta.anchor_id, meta)

@@ -25,7 +25,7 @@ from kvcomm_p2p.evaluation.metrics import Continuation, continue_greedily
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.candidates import Candidate, choose, find_candidates
-from kvcomm_p2p.planning.plan import placed
+from kvcomm_p2p.planning.placing import placed
 from kvcomm_p2p.planning.types import Donor
 from kvcomm_p2p.prompts import prepare
 from kvcomm_p2p.protocol.anchors import ANCHOR_TOKENS_MAX, BLOCK_TOKENS, AnchorMeta, BlockKey, Visibility

@@ -24,7 +24,7 @@ from kvcomm_p2p.model.spec import Profile, RotaryGeometry
 from kvcomm_p2p.planning.candidates import Candidate, head_tokens
 from kvcomm_p2p.planning.divergence import DivergenceFit, Symptoms
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs
-from kvcomm_p2p.planning.replan import widened
+from kvcomm_p2p.planning.replan import WIDEN_HEAD_FACTOR, widened
 from kvcomm_p2p.planning.spans import recompute_positions
 from kvcomm_p2p.planning.types import Costs, Mode, Plan, Repair, ReuseRules, RunChoice, Span, SpanKind
 from kvcomm_p2p.protocol.anchors import BlockKey, KVLayout, Visibility
@@ -32,7 +32,7 @@ from kvcomm_p2p.reuse.align import align_span, interpolate
 from kvcomm_p2p.reuse.correctors import ProbeShift, ShiftRun, kvcomm_average, nearest_tokens
 from kvcomm_p2p.reuse.deviations import Deviation, observe
 from kvcomm_p2p.reuse.foresight import token_features
-from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, RepairWatch, Verdict, symptoms, verdict
+from kvcomm_p2p.reuse.guard import RepairWatch, Verdict, symptoms, verdict
 from kvcomm_p2p.reuse.predictor import Predictor
 from kvcomm_p2p.reuse.predictor_choice import choose
 from kvcomm_p2p.reuse.recall import CORRECTED_SHARE_MIN

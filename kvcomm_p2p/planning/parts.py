@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kvcomm_p2p.planning.chains import ChainHasher, TokenIds, keyed_digest
-from kvcomm_p2p.planning.segments import content_simhash, context_simhashes
+from kvcomm_p2p.planning.landmarks import landmarks_of
+from kvcomm_p2p.planning.segments import Segment, content_simhash, context_simhashes
 from kvcomm_p2p.planning.simhash import simhash
 from kvcomm_p2p.planning.winnow import fingerprints
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, CONTEXT_TOKENS, NO_CHAIN, AnchorMeta
 from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId, ChainHash
+
+
+def replica_of(anchor: AnchorMeta, token_ids: TokenIds, blocks: Sequence[int], key: bytes) -> Segment:
+    """What is said of consecutive `blocks` (their numbers) of a peer's anchor whose tokens are `token_ids` (uint32
+    [anchor.tokens]): an anchor of the same bytes, held by one more node. Raises ValueError as `part_of` does."""
+    first, last = blocks[0] * BLOCK_TOKENS, min((blocks[-1] + 1) * BLOCK_TOKENS, anchor.tokens)
+    inside = np.array(token_ids[first:last], np.uint32)
+    inside.flags.writeable = False
+    meta = part_of(anchor, token_ids, anchor.start + first, anchor.start + last, key)
+    return Segment(meta, inside, landmarks_of(inside, key, meta.fingerprints))
 
 
 def part_of(anchor: AnchorMeta, token_ids: TokenIds, start: int, end: int, key: bytes) -> AnchorMeta:

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcomm_p2p.planning.candidates import GAP_MAX, Candidate, choose, find_candidates
+from kvcomm_p2p.planning.candidates import Candidate, choose, find_candidates
 from kvcomm_p2p.planning.caution import is_safe
 from kvcomm_p2p.planning.chains import TokenIds
 from kvcomm_p2p.planning.costs import PullCost, attended, correction_s, forward_s
-from kvcomm_p2p.planning.edges import edge_of
+from kvcomm_p2p.planning.placing import placed
 from kvcomm_p2p.planning.prefix import PrefixPiece, continued_prefix, exact_prefix
-from kvcomm_p2p.planning.provenance import BARE_TOKENS_MAX, PROVENANCE_TEXTS, context_likeness, kind
+from kvcomm_p2p.planning.provenance import PROVENANCE_TEXTS
 from kvcomm_p2p.planning.repairs import allowed_repairs, choose_repairs, expected_kl, repair_s
 from kvcomm_p2p.planning.rivals import Weight, rivals
 from kvcomm_p2p.planning.spans import predicted_s, pull_cost, span_hops, travel_s, wire_bytes
@@ -33,10 +33,10 @@ from kvcomm_p2p.planning.types import (
     Int8From,
     Mode,
     Plan,
+    Provenance,
     Rejected,
     Repair,
     ReuseRules,
-    Run,
     RunChoice,
     Span,
     SpanKind,
@@ -76,6 +76,7 @@ def make_plan(
     pulls: Mapping[NodeId, PullCost] | None = None,
     key: bytes = b"no key",
     int8: Int8From = NOBODY,
+    by_context: bool = True,
 ) -> Plan:
     """Plan for `prompt_ids` (uint32 [T], T >= 1) with the KV of `donors`.
 
@@ -85,8 +86,9 @@ def make_plan(
     and at least `rules.run_tokens_min` tokens, or as few as `rules.short` allows, and is repaired as `rules` has measured
     for its provenance (see `Candidate.spans`); of copies of the same content, the one whose context is most like the
     prompt's is taken, unless another is much cheaper. `pulls`: cost of pulling from a peer where measured. `key`: the
-    content key, under which peers' contexts are sketched. `int8`: whose runs may travel as int8, where that pays. Raises
-    ValueError for an empty prompt.
+    content key, under which peers' contexts are sketched. `int8`: whose runs may travel as int8, where that pays.
+    `by_context` False: of copies that may be reused, the choice does not look at the context (to find out what that is worth);
+    each is repaired as its context demands all the same. Raises ValueError for an empty prompt.
     """
     prompt = np.asarray(prompt_ids, np.uint32)
     if not len(prompt):
@@ -95,7 +97,7 @@ def make_plan(
     dense_s = predicted_s([dense], costs, {})
     if mode is Mode.DENSE:
         return Plan(len(prompt), mode, (replace(dense, why="dense mode"),), (), dense_s, dense_s)
-    planner = _Planner(prompt, donors, mode, rules, costs, pulls or {}, key)
+    planner = _Planner(prompt, donors, mode, rules, costs, pulls or {}, key, by_context)
     best = planner.best()
     holders = worth_encoding(int8, rules, costs, pulls or {}) if mode in APPROXIMATE else frozenset()
     if holders:
@@ -123,26 +125,6 @@ def make_plan(
     )
 
 
-def placed(run: Candidate, prompt: TokenIds, key: bytes) -> Candidate:
-    """The candidate with the context and the provenance of its copy. `key`: content key.
-
-    What stands before its longest piece counts, that is most of it, and what stands before the first if that is worse: behind
-    another beginning all is wrong, however alike the tokens right before a later piece are. A beginning as short as a hole
-    is one, if both have it: a name in a system prompt does not make another role.
-    """
-    longest = max(run.pieces, key=lambda piece: piece.length)
-    deciding = [longest] if _begins_alike(run.pieces[0]) else [longest, run.pieces[0]]
-    contexts = [context_likeness(prompt, piece.prompt_start, run.donor, piece.donor_start, key) for piece in deciding]
-    worst = max(contexts, key=kind)
-    edge = edge_of(prompt, run.donor, kind(worst))
-    return replace(run, provenance=kind(worst), likeness=worst.likeness, context=worst, edge=edge)
-
-
-def _begins_alike(piece: Run) -> bool:
-    shorter, longer = sorted((piece.prompt_start, piece.donor_start))
-    return longer <= BARE_TOKENS_MAX or (longer <= GAP_MAX and 2 * shorter >= longer)
-
-
 class _Option(NamedTuple):
     """One way to fill the prompt. `safe`: never slower than computing everything, as far as costs are known."""
 
@@ -166,9 +148,10 @@ class _Planner:
         costs: Costs,
         pulls: Mapping[NodeId, PullCost],
         key: bytes,
+        by_context: bool,
     ) -> None:
         self._prompt, self._donors, self._mode, self._rules = prompt, donors, mode, rules
-        self._costs, self._pulls = costs, pulls
+        self._costs, self._pulls, self._key, self._by_context = costs, pulls, key, by_context
         self._approximate = mode in APPROXIMATE and rules.approximate
         self._found = [placed(run, prompt, key) for run in find_candidates(prompt, donors, REPORTED_TOKENS_MIN)]
         self._exact = exact_prefix(prompt[:-1], donors)
@@ -201,7 +184,7 @@ class _Planner:
             done = pieces[-1].end if pieces else 0
         fixed = [piece.span() for piece in pieces]
         candidates, rejected = self._usable(done)
-        chosen = self._pruned(fixed, choose(candidates, self._worth_s, self._rules.reused_tokens_min))
+        chosen = self._pruned(fixed, self._chosen(candidates))
         repairs = choose_repairs(chosen, self._rules, self._costs, len(self._prompt))
         spans = self._spans(fixed, chosen, repairs)
         unpaid = [piece.span() for piece in self._exact if piece not in exact]
@@ -250,6 +233,15 @@ class _Planner:
             else:
                 rejected.append(_rejected(run, *refusal))
         return usable, rejected
+
+    def _chosen(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Which copies to use, ascending and disjoint in the prompt."""
+        tokens_min = self._rules.reused_tokens_min
+        if self._by_context:
+            return choose(candidates, self._worth_s, tokens_min)
+        alike = [replace(run, provenance=Provenance.SAME, likeness=1.0) for run in candidates]
+        blind = [placed(run, self._prompt, self._key) for run in choose(alike, self._worth_s, tokens_min)]
+        return [run for run in blind if self._refusal(run) is None]
 
     def _refusal(self, run: Candidate) -> tuple[MissReason, str] | None:
         """Why a run may not be reused."""

@@ -24,6 +24,9 @@ from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, BlockKey, Miss, MissReason
 
 NO_HEAD = "corrected from memory, which the guard did not accept: no head to lengthen"
 
+WIDEN_HEAD_FACTOR = 4
+"""By how much heads are lengthened where the guard finds the first repair too little."""
+
 
 def dense_plan(tokens: int, mode: Mode, why: str = "") -> Plan:
     """Everything is recomputed."""

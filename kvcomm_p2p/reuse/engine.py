@@ -21,11 +21,12 @@ from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.model.cache import KVCache, OpaqueCache
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.costs import CostTracker
+from kvcomm_p2p.planning.fetches import blocks_used, pulled_from_one
 from kvcomm_p2p.planning.finding import FoundDonors
 from kvcomm_p2p.planning.plan import APPROXIMATE, make_plan
-from kvcomm_p2p.planning.replan import dense_plan, only_exact, widened, without_blocks
+from kvcomm_p2p.planning.replan import WIDEN_HEAD_FACTOR, dense_plan, only_exact, widened, without_blocks
 from kvcomm_p2p.planning.segments import VisibilityMark
-from kvcomm_p2p.planning.spans import blocks_needed, lead_rows, recompute_positions
+from kvcomm_p2p.planning.spans import lead_rows, recompute_positions
 from kvcomm_p2p.planning.types import Mode, Plan, ReuseRules, SpanKind
 from kvcomm_p2p.prompts import PreparedPrompt
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss
@@ -34,7 +35,7 @@ from kvcomm_p2p.reuse.align import Aligner, align_span, interpolate
 from kvcomm_p2p.reuse.checks import layer0_mismatches, not_finite
 from kvcomm_p2p.reuse.donors import DonorFinder
 from kvcomm_p2p.reuse.foresight import Deviations, Foresight, Outlook
-from kvcomm_p2p.reuse.guard import WIDEN_HEAD_FACTOR, WIDEN_SHARE_MAX, RepairWatch, Verdict, broken, symptoms, verdict
+from kvcomm_p2p.reuse.guard import WIDEN_SHARE_MAX, RepairWatch, Verdict, broken, symptoms, verdict
 from kvcomm_p2p.reuse.pulling import Pulled, Puller, donor_spans
 from kvcomm_p2p.reuse.recall import Recall, Recalled
 from kvcomm_p2p.reuse.reporting import ReportBuilder
@@ -267,7 +268,7 @@ class ReuseEngine:
             pull.add_done_callback(self._abandoned)
             raise
         # What failed a check, or led to a fallback, is not kept as a replica.
-        used = {BlockKey(meta.anchor_id, i) for span in outcome.plan.spans for meta, i in blocks_needed(span)}
+        used = blocks_used(outcome.plan)
         self._puller.release(pulled, [key for key in pulled.handles if key not in used])
         self._observe_pull(pulled, plan)
         self._costs.saw_align(aligner.kv_bytes, aligner.seconds)
@@ -384,9 +385,9 @@ class ReuseEngine:
                 self._finder.distrust(run.donor.holder, anchor.anchor_id)
 
     def _observe_pull(self, pulled: Pulled, plan: Plan) -> None:
-        holders = {s.donor.holder for s in donor_spans(plan) if s.donor is not None and not s.donor.local}
-        if len(holders) == 1 and not pulled.failed:
-            self._costs.saw_pull(holders.pop(), pulled.kv_bytes, pulled.seconds)
+        holder = pulled_from_one(plan)
+        if holder is not None and not pulled.failed:
+            self._costs.saw_pull(holder, pulled.kv_bytes, pulled.seconds)
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)

@@ -18,8 +18,6 @@ from kvcomm_p2p.planning.types import Plan, Span, SpanKind
 WIDEN_KL_FACTOR = 3.0
 """A predicted divergence up to this many times the budget is answered by longer heads; a larger one by dense prefill."""
 
-WIDEN_HEAD_FACTOR = 4
-
 WIDEN_SHARE_MAX = 0.1
 """Heads are lengthened where the first repair took at most this share of full prefill: two in vain are a fifth more."""
 

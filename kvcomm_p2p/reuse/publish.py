@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ import numpy.typing as npt
 from kvcomm_p2p.model.cache import KVCache
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.net.driver import Driver
-from kvcomm_p2p.planning.chains import chain_hashes
-from kvcomm_p2p.planning.landmarks import landmarks_of
-from kvcomm_p2p.planning.lineage import Lineage
-from kvcomm_p2p.planning.parts import part_of
+from kvcomm_p2p.planning.fetches import replica_pieces
+from kvcomm_p2p.planning.lineage import VARIANT_BYTES, Lineage
+from kvcomm_p2p.planning.parts import replica_of
 from kvcomm_p2p.planning.segments import Segment, VisibilityMark, cut_anchors
 from kvcomm_p2p.planning.spans import blocks_needed, entangled, hops_at
-from kvcomm_p2p.planning.superseding import SUPERSEDED_KEPT_S, superseded
+from kvcomm_p2p.planning.superseding import Outdated, replaced, superseded
 from kvcomm_p2p.planning.types import Plan, SpanKind
 from kvcomm_p2p.planning.winnow import ContentMark, content_marks
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockKey, HeldAnchor, Visibility
@@ -36,10 +34,6 @@ from kvcomm_p2p.protocol.pool import stricter
 from kvcomm_p2p.reuse.blocks import fill_block
 from kvcomm_p2p.reuse.pulling import Pulled
 from kvcomm_p2p.store import BlockStore, Composition
-
-VARIANT_BYTES = 8
-REPLICA_BLOCKS_MIN = 2
-"""Shorter pieces of a peer's anchor are not kept as replicas."""
 
 T = TypeVar("T")
 
@@ -72,7 +66,7 @@ class Publisher:
         self._lineage = lineage
         self._key = content_key
         self._compute = compute
-        self._outdated: deque[tuple[float, tuple[AnchorId, ...]]] = deque()
+        self._outdated = Outdated()
 
     async def prompt(
         self,
@@ -84,7 +78,7 @@ class Publisher:
     ) -> Published:
         """Publish rows [0, T) of a filled slab, its short contents under their names; returns where an answer goes on."""
         hops = hops_at(plan)
-        variant = self._variant(plan) if hops[-1][1] > 0 else b""
+        variant = (self._lineage.continued(plan) or os.urandom(VARIANT_BYTES)) if hops[-1][1] > 0 else b""
         segments = await self._cut(token_ids, hops, filled_marks(plan, visibility), variant, contents)
         await self._publish(cache, segments, variant, None)
         held = [segment for segment in segments if self._driver.held(segment.meta.anchor_id) is not None]
@@ -120,8 +114,8 @@ class Publisher:
             sequence=last.sequence_id,
         )
         await self._publish(cache, segments, prompt.variant, prompt.before_last)
-        replaced = last.anchor_id not in {segment.meta.anchor_id for segment in segments}
-        if replaced and self._driver.held(segments[0].meta.anchor_id) is not None:
+        longer = [segment.meta for segment in segments]
+        if replaced(last, longer) and self._driver.held(longer[0].anchor_id) is not None:
             await self._supersede([last.anchor_id])
 
     async def replicas(self, pulled: Pulled) -> None:
@@ -130,25 +124,14 @@ class Publisher:
         Takes over the handles: those of pieces too short to keep are dropped.
         """
         try:
-            for anchor in pulled.anchors.values():
-                for held in await self._run(partial(self._replicas_of, anchor, pulled)):
-                    await self._driver.publish([held])
+            for anchor, piece in replica_pieces(pulled.anchors, pulled.handles):
+                await self._driver.publish([await self._run(partial(self._replica, anchor, piece, pulled))])
         finally:
             for handle in pulled.handles.values():
                 self._store.drop(handle)
             pulled.handles.clear()
 
     # ---------------------------------------------------------------------------------------------------------- inside
-
-    def _variant(self, plan: Plan) -> bytes:
-        """The nonce of the conversation that is continued, or a new one."""
-        for span in plan.spans:
-            if span.kind is SpanKind.CONTINUED and span.donor is not None:
-                for anchor in reversed(span.donor.anchors):
-                    variant = self._lineage.variant(anchor.anchor_id)
-                    if variant:
-                        return variant
-        return os.urandom(VARIANT_BYTES)
 
     async def _cut(
         self,
@@ -181,11 +164,7 @@ class Publisher:
         self, cache: KVCache, segments: Sequence[Segment], variant: bytes, before: AnchorId | None
     ) -> None:
         """Copy, hash and publish the anchors that are not held yet, first to last."""
-        self._lineage.add([segment.meta for segment in segments], variant, before)
-        first = segments[0]
-        if first.meta.start == 0 and first.meta.tokens >= BLOCK_TOKENS:
-            (chain,) = chain_hashes(first.token_ids[:BLOCK_TOKENS], self._key, self._spec.model_id)
-            self._lineage.begin(chain, first.meta.anchor_id)
+        self._lineage.published(segments, variant, before, self._key)
         for segment in segments:
             held = self._driver.held(segment.meta.anchor_id)
             # One that became stricter is published again: the pool keeps the strictest, and peers are told.
@@ -197,33 +176,18 @@ class Publisher:
             await self._driver.publish([anchor])
 
     async def _supersede(self, anchor_ids: Sequence[AnchorId]) -> None:
-        """Forget anchors whose rows now stand in longer ones: a conversation is held once, not once per turn.
-
-        Not at once, since peers learn of the longer ones a little later; what is due goes with the next publication.
-        """
-        now = asyncio.get_running_loop().time()
-        if anchor_ids:
-            self._outdated.append((now, tuple(anchor_ids)))
-        while self._outdated and self._outdated[0][0] + SUPERSEDED_KEPT_S <= now:
-            await self._driver.forget(self._outdated.popleft()[1])
-
-    def _replicas_of(self, anchor: AnchorMeta, pulled: Pulled) -> list[HeldAnchor]:
-        """What can be held of one pulled anchor: one piece per stretch of blocks that came."""
-        came = [index for index in range(anchor.blocks) if BlockKey(anchor.anchor_id, index) in pulled.handles]
-        kept = [indexes for indexes in _stretches(came) if len(indexes) >= min(REPLICA_BLOCKS_MIN, anchor.blocks)]
-        return [self._replica(anchor, indexes, pulled) for indexes in kept]
+        """Forget, a little later, anchors whose rows now stand in longer ones: a conversation is held once, not per turn."""
+        due = self._outdated.add(anchor_ids, asyncio.get_running_loop().time())
+        if due:
+            await self._driver.forget(due)
 
     def _replica(self, anchor: AnchorMeta, indexes: list[int], pulled: Pulled) -> HeldAnchor:
         """Blocks `indexes` (consecutive) of a peer's anchor as an anchor of ours; takes over their handles."""
+        held = replica_of(anchor, pulled.token_ids[anchor.anchor_id], indexes, self._key)
         keys = [BlockKey(anchor.anchor_id, index) for index in indexes]
-        token_ids = np.concatenate([pulled.remote[key].token_ids for key in keys]).astype(np.uint32)
-        token_ids.flags.writeable = False
         handles = tuple(pulled.handles.pop(key) for key in keys)
         digests = tuple(pulled.remote[key].digest for key in keys)
-        start = anchor.start + indexes[0] * BLOCK_TOKENS
-        meta = part_of(anchor, pulled.token_ids[anchor.anchor_id], start, start + len(token_ids), self._key)
-        landmarks = landmarks_of(token_ids, self._key, meta.fingerprints)
-        return HeldAnchor(meta, token_ids, handles, digests, landmarks)
+        return HeldAnchor(held.meta, held.token_ids, handles, digests, held.landmarks)
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
@@ -263,14 +227,3 @@ def copy_anchor(cache: KVCache, meta: AnchorMeta, store: BlockStore) -> tuple[Co
         digests.append(hashlib.sha256(buffer).digest())
     blocks.finish()
     return blocks, tuple(digests)
-
-
-def _stretches(indexes: Sequence[int]) -> list[list[int]]:
-    """Cut ascending numbers where they skip."""
-    stretches: list[list[int]] = []
-    for index in indexes:
-        if stretches and stretches[-1][-1] + 1 == index:
-            stretches[-1].append(index)
-        else:
-            stretches.append([index])
-    return stretches

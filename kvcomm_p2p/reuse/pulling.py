@@ -14,28 +14,22 @@ import numpy.typing as npt
 
 from kvcomm_p2p.net.driver import Driver, FetchResult
 from kvcomm_p2p.net.encoding import NotEncodable, decode
-from kvcomm_p2p.planning.costs import pull_s
+from kvcomm_p2p.planning.fetches import (
+    Limits,
+    Wants,
+    anchors_of,
+    in_groups,
+    limits_of,
+    other_holders,
+    own_blocks,
+    peers_blocks,
+)
 from kvcomm_p2p.planning.finding import FoundDonors
-from kvcomm_p2p.planning.spans import blocks_needed, encoded_blocks
 from kvcomm_p2p.planning.types import Costs, Donor, Int8From, Plan, Span
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, AnchorMeta, BlockHandle, BlockKey, KVLayout, Miss, MissReason
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.reuse.checks import PulledBlock
 from kvcomm_p2p.store import BlockStore, StaleHandle
-
-DEADLINE_FACTOR = 6.0
-"""A pull may take this many times its predicted time before the rest of it is given up (stalls end much earlier)."""
-
-DEADLINE_MIN_S = 2.0
-
-GROUP_BLOCKS = 16
-"""Blocks per fetch: small enough that aligning one group hides behind pulling the next, large enough to keep the link busy."""
-
-BUSY_SHARE = 0.5
-"""A holder that is busy is waited for as long as this share of what recomputing the wanted tokens would take."""
-
-WAIT_LOST_MAX_S = 0.24
-"""What one request may lose in all by waiting for peers that do not deliver: token ids and blocks together (promised: 0.25)."""
 
 
 @dataclass(slots=True)
@@ -85,10 +79,8 @@ class Puller:
     def local(self, plan: Plan) -> Pulled:
         """The blocks of the plan that the own pool holds; what it does not hold any more is in `failed`."""
         pulled = Pulled()
-        for span in donor_spans(plan):
-            if span.donor is not None and span.donor.local:
-                for anchor, index in blocks_needed(span):
-                    self._take_local(BlockKey(anchor.anchor_id, index), pulled)
+        for key in own_blocks(plan):
+            self._take_local(key, pulled)
         return pulled
 
     async def pull(
@@ -104,14 +96,6 @@ class Puller:
         Never raises for a peer's fault: what did not come is in `failed`. Cancelled, it keeps nothing.
         """
         started = time.perf_counter()
-        remote: dict[tuple[NodeId, bool], dict[BlockKey, tuple[AnchorMeta, int]]] = {}
-        encoded = encoded_blocks(plan.spans)
-        for span in donor_spans(plan):
-            if span.donor is not None and not span.donor.local:
-                holder = span.donor.holder
-                for anchor, index in blocks_needed(span):
-                    key = BlockKey(anchor.anchor_id, index)
-                    remote.setdefault((holder, (holder, key) in encoded), {})[key] = anchor, index
         used = {key.anchor_id for key in pulled.blocks}
         try:
             if used:
@@ -119,7 +103,7 @@ class Puller:
             await _all(
                 *(
                     self._fetch_all(holder, wants, int8, found, costs, pulled, on_blocks)
-                    for (holder, int8), wants in remote.items()
+                    for (holder, int8), wants in peers_blocks(plan).items()
                 )
             )
         except BaseException:
@@ -147,7 +131,7 @@ class Puller:
     async def _fetch_all(
         self,
         holder: NodeId,
-        wants: dict[BlockKey, tuple[AnchorMeta, int]],
+        wants: Wants,
         int8: bool,
         found: FoundDonors,
         costs: Costs,
@@ -155,29 +139,22 @@ class Puller:
         on_blocks: Callable[[dict[BlockKey, memoryview]], Awaitable[None]],
     ) -> None:
         """Everything that is wanted of one holder, in groups, each handed on when it is whole."""
-        kv_bytes = sum(anchor.block_bytes(index) for anchor, index in wants.values())
-        deadline_s = max(DEADLINE_MIN_S, DEADLINE_FACTOR * pull_s(costs, kv_bytes))
-        tokens = sum(anchor.block_tokens(index) for anchor, index in wants.values())
-        busy_s = BUSY_SHARE * (costs.forward_s + tokens * costs.token_s)
+        limits = limits_of(wants, found.wait_lost_s, costs)
 
-        async def fetch(keys: list[BlockKey]) -> None:
-            group = {key: wants[key] for key in keys}
-            came = await self._fetch(holder, group, int8, found, deadline_s, busy_s, pulled)
+        async def fetch(group: Wants) -> None:
+            came = await self._fetch(holder, group, int8, found, limits, pulled)
             if came:
                 await on_blocks(came)
 
-        keys = list(wants)
-        groups = [keys[at : at + GROUP_BLOCKS] for at in range(0, len(keys), GROUP_BLOCKS)]
-        await _all(*(fetch(group) for group in groups))
+        await _all(*(fetch(group) for group in in_groups(wants)))
 
     async def _fetch(
         self,
         holder: NodeId,
-        wants: dict[BlockKey, tuple[AnchorMeta, int]],
+        wants: Wants,
         int8: bool,
         found: FoundDonors,
-        deadline_s: float,
-        busy_s: float,
+        limits: Limits,
         pulled: Pulled,
     ) -> dict[BlockKey, memoryview]:
         raw_bytes = {key: anchor.block_bytes(index) for key, (anchor, index) in wants.items()}
@@ -185,17 +162,14 @@ class Puller:
             (key, self._wire_bytes(anchor, index, int8), found.details[holder, anchor.anchor_id].digests[index])
             for key, (anchor, index) in wants.items()
         ]
-        stall_s = max(WAIT_LOST_MAX_S - found.wait_lost_s, 0.0)
-        anchors = {anchor.anchor_id: anchor for anchor, _ in wants.values()}
-        others = dict.fromkeys(peer for key in anchors for peer in found.holders.get(key, ()) if peer != holder)
         result = await self._driver.fetch(
             holder,
             asked,
-            deadline_s,
-            stall_s,
-            others=tuple(others),
-            busy_s=busy_s,
-            anchors=tuple(anchors.values()),
+            limits.deadline_s,
+            limits.stall_s,
+            others=other_holders(wants, found, holder),
+            busy_s=limits.busy_s,
+            anchors=tuple(anchors_of(wants).values()),
             **({"raw_bytes": raw_bytes} if int8 else {}),
         )
         pulled.failed.update(result.missed)

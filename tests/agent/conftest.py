@@ -13,21 +13,21 @@ from agent_cases import ANYTHING_GOES, fixed_costs, settings_in, with_profile
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.model.runner import ModelRunner
-from kvcomm_p2p.reuse.pulling import WAIT_LOST_MAX_S
+from kvcomm_p2p.planning.fetches import WAIT_LOST_MAX_S
 
 
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither plans nor pulls depend on how busy this machine is; tests of waiting use `real_waits`."""
     monkeypatch.setattr("kvcomm_p2p.stack.measured_costs", fixed_costs)
-    monkeypatch.setattr("kvcomm_p2p.reuse.pulling.WAIT_LOST_MAX_S", 20.0)
-    monkeypatch.setattr("kvcomm_p2p.reuse.publish.SUPERSEDED_KEPT_S", 0.0)
+    monkeypatch.setattr("kvcomm_p2p.planning.fetches.WAIT_LOST_MAX_S", 20.0)
+    monkeypatch.setattr("kvcomm_p2p.planning.superseding.SUPERSEDED_KEPT_S", 0.0)
 
 
 @pytest.fixture
 def real_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As little patience as in real life."""
-    monkeypatch.setattr("kvcomm_p2p.reuse.pulling.WAIT_LOST_MAX_S", WAIT_LOST_MAX_S)
+    monkeypatch.setattr("kvcomm_p2p.planning.fetches.WAIT_LOST_MAX_S", WAIT_LOST_MAX_S)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -247,7 +247,7 @@ def test_what_a_longer_anchor_replaces_is_served_until_peers_know(
     make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever heard of a prompt while it was being answered can still have it afterwards; later it is gone."""
-    monkeypatch.setattr("kvcomm_p2p.reuse.publish.SUPERSEDED_KEPT_S", 3600.0)
+    monkeypatch.setattr("kvcomm_p2p.planning.superseding.SUPERSEDED_KEPT_S", 3600.0)
     text = "The rain in Spain stays mainly in the plain. " * 3
 
     async def run() -> None:
@@ -259,7 +259,7 @@ def test_what_a_longer_anchor_replaces_is_served_until_peers_know(
             assert short.start == long.start == 0 and short.end < long.end
             for meta in (short, long):
                 assert await ask_blocks(bob, ann, meta) == set()
-            monkeypatch.setattr("kvcomm_p2p.reuse.publish.SUPERSEDED_KEPT_S", 0.0)
+            monkeypatch.setattr("kvcomm_p2p.planning.superseding.SUPERSEDED_KEPT_S", 0.0)
             await fill(ann, random_ids(73, 40))
             await ann.settled()
             assert short not in await pool_metas(ann) and long in await pool_metas(ann)

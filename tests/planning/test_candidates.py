@@ -23,7 +23,7 @@ from kvcomm_p2p.planning.candidates import (
     find_candidates,
     head_tokens,
 )
-from kvcomm_p2p.planning.plan import placed
+from kvcomm_p2p.planning.placing import placed
 from kvcomm_p2p.planning.types import Donor, Provenance, Repair, ReuseRules, SpanKind
 from kvcomm_p2p.protocol.anchors import HOPS_PUBLISHED_MAX
 

@@ -81,7 +81,7 @@ def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     nonces = iter(range(1, 1 << 60))
     numbered = SimpleNamespace(urandom=lambda size: next(nonces).to_bytes(size, "big"))
     monkeypatch.setattr("kvcomm_p2p.reuse.publish.os", numbered)
-    monkeypatch.setattr("kvcomm_p2p.reuse.publish.SUPERSEDED_KEPT_S", 0.0)
+    monkeypatch.setattr("kvcomm_p2p.planning.superseding.SUPERSEDED_KEPT_S", 0.0)
     yield
 
 

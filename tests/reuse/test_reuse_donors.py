@@ -30,7 +30,6 @@ from kvcomm_p2p.protocol.events import AnchorTokens
 from kvcomm_p2p.protocol.ids import AnchorId, ChainHash, ModelId, NodeId
 from kvcomm_p2p.protocol.lookup import AnchorHit, Lookup, LookupResult
 from kvcomm_p2p.reuse.donors import DonorFinder
-from kvcomm_p2p.reuse.publish import _stretches
 from kvcomm_p2p.reuse.pulling import Pulled, Puller
 from kvcomm_p2p.store import BlockStore
 
@@ -448,14 +447,6 @@ def test_lineage_forgets_the_oldest() -> None:
     for number in range(LINEAGE_MAX + 10):
         lineage.add([meta(number, 0, 32)], b"")
     assert not lineage.known(meta(9, 0, 1).anchor_id) and lineage.known(meta(10, 0, 1).anchor_id)
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_replica_stretches(indexes: set[int]) -> None:
-    stretches = _stretches(sorted(indexes))
-    assert [index for stretch in stretches for index in stretch] == sorted(indexes)
-    assert all(stretch == list(range(stretch[0], stretch[-1] + 1)) for stretch in stretches)
-    assert all(a[-1] + 1 < b[0] for a, b in itertools.pairwise(stretches))
 
 
 # -------------------------------------------------------------------------------------------------------------- pulling
