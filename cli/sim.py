@@ -171,7 +171,7 @@ def sweep(
     jobs = jobs if engine else runs_at_once([point.scenario for point in chosen], jobs)
     folder = into or Path(f"sim-{base['name']}")
     runs: list[dict[str, Any]] = []
-    with _progress() as bar, _keeping(folder, runs), executor_of(engine) as executor:
+    with executor_of(engine) as executor, _progress() as bar, _keeping(folder, runs):
         task = bar.add_task(base["name"], total=len(chosen))
         for done in run_sweep(chosen, rules_of(chosen[0].scenario), folder, executor=executor, jobs=jobs):
             runs.append(done)

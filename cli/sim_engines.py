@@ -23,7 +23,11 @@ def executor_of(address: str | None) -> Iterator[Executor | None]:
             from dask.distributed import Client
         except ImportError as error:
             raise ConfigError("a Dask engine needs its client: pip install 'kvcomm-p2p[dask]'") from error
-        with Client(f"tcp://{place}", timeout="10s") as client:
+        try:
+            client = Client(f"tcp://{place}", timeout="10s")
+        except (OSError, ValueError) as error:
+            raise _nobody_there(address, error) from error
+        with client:
             yield client.get_executor()
         return
     try:
@@ -32,11 +36,18 @@ def executor_of(address: str | None) -> Iterator[Executor | None]:
         from ray.util.multiprocessing import Pool
     except ImportError as error:
         raise ConfigError("a Ray engine needs its client: pip install 'kvcomm-p2p[ray]'") from error
-    ray.init(address)
+    try:
+        ray.init(address, log_to_driver=False)
+    except (OSError, ValueError) as error:
+        raise _nobody_there(address, error) from error
     try:
         yield _PoolExecutor(Pool())
     finally:
         ray.shutdown()
+
+
+def _nobody_there(address: str, error: Exception) -> ConfigError:
+    return ConfigError(f"no engine answers at {address}: {error}; is its scheduler (Ray: its client server) running?")
 
 
 class _PoolExecutor(Executor):
