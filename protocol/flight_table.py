@@ -23,6 +23,8 @@ SHARED_PIECE_BYTES_MAX = PULL_BLOCKS_MAX * BLOCK_BYTES_MAX
 class FlightTable:
     """Every flight is carried by a pull, or in `waiting`, or arrived (and then in `verifying`). Methods return effects.
 
+    `came_at`: when bytes of a holder last came, `spoke_at`: when it last answered a pull at all.
+
     Reading the tables is everybody's; what moves a flight from one to another is here, except that `Pulls` marks what
     arrived."""
 
@@ -42,6 +44,7 @@ class FlightTable:
         self.waiting: dict[FlightKey, Flight] = {}
         self.verifying: dict[BlockHandle, Flight] = {}
         self.came_at: dict[NodeId, float] = {}
+        self.spoke_at: dict[NodeId, float] = {}
         self.misses: dict[MissReason, int] = {}
         self.counts: Counter[str] = Counter()
 

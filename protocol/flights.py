@@ -58,8 +58,8 @@ class LostTime:
 @dataclass(slots=True, eq=False)
 class Fetch:
     """A caller's request. `results` in the order wanted, `open` of them are missing still. `progress_at`: when anything
-    of it last arrived; `answered_at`: when anybody last said BUSY, `crowd_s`: how long busy holders are worth waiting for.
-    `refused`: holders that it does not ask any more. `anchors`: what it said of what it wants.
+    of it last arrived; `answered_at`: when anybody last said BUSY, or lived though it was slow; `crowd_s`: how long such are
+    worth waiting for. `refused`: holders that it does not ask any more. `anchors`: what it said of what it wants.
     """
 
     event: FetchRequested
@@ -89,6 +89,10 @@ class Fetch:
         """When there was a last sign that it will get something. Who is told BUSY is in a crowd, where one waits for its turn
         and not for somebody frozen; but no longer than a crowd is worth waiting in."""
         return max(self.progress_at, min(self.answered_at, self.progress_at + self.crowd_s))
+
+    def is_patient(self, now: float) -> bool:
+        """Whether it would still wait in a crowd."""
+        return now < self.progress_at + self.crowd_s
 
     def patience_s(self, config: NodeConfig, since: float) -> float:
         """How long nothing may arrive from `since` on: what it has lost before is not there to be lost again."""

@@ -110,7 +110,8 @@ class Node:
         self._sharing = Sharing(me, self._members)
         self._onward = Onward(config)
         order = random.Random(me.node_id)
-        self._pulls = Pulls(config, self._members, self._penalties, self._sharing, self._onward, order)
+        ask = self._community.probes.ask
+        self._pulls = Pulls(config, self._members, self._penalties, self._sharing, self._onward, order, ask)
         self._uploads = Uploads(config, self._pool, self._onward, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
         self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._onward, self._on_pool_change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from kvcomm_p2p.protocol import racing
 from kvcomm_p2p.protocol.anchors import Miss, MissReason
@@ -10,6 +11,7 @@ from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import Effect
 from kvcomm_p2p.protocol.flight_table import FlightTable
 from kvcomm_p2p.protocol.flights import Fetch, PullState
+from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.lateness import LATE_S, Lateness
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.sources import Sources
@@ -21,11 +23,20 @@ DRIP_STALLS = 5
 class Patience:
     """Who waited for how long. Shares its tables with `Pulls`; methods return effects."""
 
-    def __init__(self, config: NodeConfig, table: FlightTable, sources: Sources, penalties: PenaltyBox) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        table: FlightTable,
+        sources: Sources,
+        penalties: PenaltyBox,
+        ping: Callable[[NodeId], list[Effect]],
+    ) -> None:
+        """`ping`: asks a peer whether it lives."""
         self._config = config
         self._table = table
         self._sources = sources
         self._penalties = penalties
+        self._ping = ping
         self._lateness = Lateness()
         self._deadline: float | None = None
 
@@ -78,7 +89,7 @@ class Patience:
 
     def _judge(self, pull: PullState, now: float) -> list[Effect]:
         """A pull that may have been silent for too long, for its holder or for one of those who wait for it."""
-        if pull.stalls_at(self._config) <= now:
+        if pull.stalls_at(self._config) <= now and not (self._lives(pull, now) and pull.stalls_at(self._config) > now):
             return self._stalled(pull, now)
         effects: list[Effect] = []
         for fetch in pull.waiting():
@@ -88,6 +99,20 @@ class Patience:
         if pull.pull_id in self._table.pulls and pull.hedges_at(self._config) <= now:
             effects += self._hedge(pull, now)
         return effects
+
+    def _lives(self, pull: PullState, now: float) -> bool:
+        """Whether its holder said anything since: it is slow, then, and not frozen, and its silence counts from there. Only of
+        one that has answered since the request began, so that it can (its bulk connection may be dead and the other not);
+        and for no longer than a crowd is worth waiting in."""
+        heard_at = self._sources.heard_at(pull.holder)
+        spoke_at = self._table.spoke_at.get(pull.holder, -math.inf)
+        patient = [fetch for fetch in pull.waiting() if spoke_at >= fetch.started_at and fetch.is_patient(now)]
+        if heard_at <= pull.progress_at or not patient:
+            return False
+        pull.progress_at = heard_at
+        for fetch in patient:
+            fetch.answered_at = max(fetch.answered_at, heard_at)
+        return True
 
     def _dripped(self, fetch: Fetch, now: float) -> None:
         """A fetch ends by its deadline with little: who had half of that time, and as long as DRIP_STALLS stalls, sends
@@ -110,14 +135,15 @@ class Patience:
         return effects + self._table.end(pull, None, lost=lost)
 
     def _hedge(self, pull: PullState, now: float) -> list[Effect]:
-        """Half of what may be waited is over: ask somebody else too, if there is anybody."""
+        """Half of what may be waited is over: ask whether the holder lives, and somebody else too, if there is anybody."""
         pull.hedged = True
         owed = pull.owed
+        effects = self._ping(pull.holder)
         for holder in self._sources.others(owed[0], pull.holder, now):
             if self._table.active(holder) < self._config.pulls_per_peer_max:
                 asked = [flight for flight in owed if holder in self._sources.others(flight, pull.holder, now)]
                 later = self._table.open(holder, asked, now)
                 racing.begin(pull, later)
                 self._table.counts["hedged"] += 1
-                return [later.ask(self._config.credit_bytes)]
-        return []
+                return [*effects, later.ask(self._config.credit_bytes)]
+        return effects

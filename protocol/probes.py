@@ -107,7 +107,11 @@ class Probes:
 
     def ping(self, peer: Peer) -> list[Effect]:
         """Ask outside the rounds, above all to tell a suspect that it is one."""
-        return self.send(peer.node_id, Ping(self._next_seq(), self.rumours_for(peer.node_id)))
+        return self.ask(peer.node_id)
+
+    def ask(self, node_id: NodeId) -> list[Effect]:
+        """Ask a peer whether it lives; whatever it says is heard. Nothing if it is not known."""
+        return self.send(node_id, Ping(self._next_seq(), self.rumours_for(node_id)))
 
     def on_ping(self, sender: NodeId, message: Ping) -> list[Effect]:
         return self.send(sender, self._pong(message.seq, sender))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from kvcomm_p2p.protocol import racing
 from kvcomm_p2p.protocol.anchors import Miss, MissReason
@@ -60,6 +61,7 @@ class Pulls:
         sharing: Sharing,
         onward: Onward,
         rng: random.Random,
+        ping: Callable[[NodeId], list[Effect]],
     ) -> None:
         self._config = config
         self._sharing = sharing
@@ -67,7 +69,7 @@ class Pulls:
         self._rng = rng
         self._sources = Sources(config, membership, penalties)
         self._table = FlightTable(config, membership, self._sources, sharing, onward)
-        self._patience = Patience(config, self._table, self._sources, penalties)
+        self._patience = Patience(config, self._table, self._sources, penalties, ping)
         self.woke = self._patience.woke
         self.next_deadline = self._patience.next_deadline
         self.tick = self._patience.tick
@@ -145,7 +147,7 @@ class Pulls:
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
         effects = self._win(pull, now)
         pull.arrives(event.ordinal, event.length, now)
-        self._table.came_at[pull.holder] = now
+        self._table.came_at[pull.holder] = self._table.spoke_at[pull.holder] = now
         for other in self._table.pulls.values():
             if other.holder == pull.holder:
                 racing.holder_lives(other, now)
@@ -198,6 +200,7 @@ class Pulls:
             return []
         if sender != pull.holder:
             raise ValueError("failure of somebody else's pull")
+        self._table.spoke_at[sender] = now
         miss = Miss(FAILED_AS[message.reason])
         if message.ordinal is None:
             if not pull.waits:
@@ -286,6 +289,7 @@ class Pulls:
     def peer_gone(self, peer: NodeId, now: float) -> list[Effect]:
         """The holder left, expired or cannot be reached."""
         self._table.came_at.pop(peer, None)
+        self._table.spoke_at.pop(peer, None)
         effects: list[Effect] = []
         for pull in [pull for pull in self._table.pulls.values() if pull.holder == peer]:
             lost = (pull.progress_at, now) if pull.waits else None

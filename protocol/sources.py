@@ -94,10 +94,14 @@ class Sources:
         if punish:
             self._penalties.punish(holder, now)
 
-    def lived_since(self, holder: NodeId, moment: float) -> bool:
-        """Whether it said anything after that moment, on any connection."""
+    def heard_at(self, holder: NodeId) -> float:
+        """When it last said anything, on any connection."""
         peer = self._membership.get(holder)
-        return peer is not None and peer.heard_at > moment
+        return -math.inf if peer is None else peer.heard_at
+
+    def lived_since(self, holder: NodeId, moment: float) -> bool:
+        """Whether it said anything after that moment."""
+        return self.heard_at(holder) > moment
 
     def refer(self, flight: Flight, referrals: tuple[NodeId, ...]) -> int:
         """A busy holder named peers that have this block; those that are alive here may be asked. Returns how many."""

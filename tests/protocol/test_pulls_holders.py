@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -256,21 +257,48 @@ def test_a_holder_that_fell_silent_is_asked_again_at_its_first_word_while_there_
     assert len(finish.found) == 2 and 0.05 <= finish.wait_lost_s <= STALL_S
 
 
-def test_who_falls_silent_for_good_costs_one_patience_in_all() -> None:
+@pytest.mark.parametrize(("busy_s", "speaks", "waited_s"), [(0.0, True, 0.2), (0.5, True, 0.6), (0.5, False, 0.2)])
+def test_a_holder_that_speaks_but_does_not_send_is_waited_for_as_a_busy_one(
+    busy_s: float, speaks: bool, waited_s: float
+) -> None:
+    """One that says nothing costs one patience, as ever."""
     node = puller(NodeConfig(pull_piece_bytes=BLOCK, pulls_per_peer_max=1))
-    fetch = request()
+    fetch = replace(request(), busy_s=busy_s)
     (first,) = sent(node.handle(fetch, 1.0), m.Pull)
     now = 1.19
+    wait(node, now)
     node.handle(chunk(first.pull_id, 0), now)
     node.handle(ev.BlockVerified(fetch.wants[first.blocks[0].index].handle, True), now)
     effects: list[ev.Effect] = []
     while not of(effects, ev.FinishFetch) and now < 3.0:
         now += 0.03
         effects = wait(node, now)
-        effects += node.handle(hello(PEER), now)  # it lives, but sends nothing of what it owes
+        effects += node.handle(hello(PEER), now) if speaks else []
     (finish,) = of(effects, ev.FinishFetch)
-    assert len(finish.missed) == 1
-    assert finish.wait_lost_s <= STALL_S + 1e-9 and now <= 1.19 + STALL_S + 0.06
+    assert len(finish.missed) == 1 and finish.wait_lost_s <= STALL_S + 1e-9
+    assert now - 1.19 == pytest.approx(waited_s, abs=0.11)
+    assert penalised(node) == ["node1"]
+
+
+def test_a_holder_that_never_answered_a_pull_is_not_waited_for_because_it_speaks() -> None:
+    """Its bulk connection may be dead."""
+    node = puller()
+    node.handle(replace(request(), busy_s=1.0), 1.0)
+    effects: list[ev.Effect] = []
+    now = 1.0
+    while not of(effects, ev.FinishFetch) and now < 3.0:
+        now += 0.03
+        effects = wait(node, now) + node.handle(hello(PEER), now)
+    assert now <= 1.0 + STALL_S + 0.031
+
+
+def test_a_holder_silent_for_half_of_the_patience_is_asked_whether_it_lives() -> None:
+    node = puller()
+    node.handle(request(), 1.0)
+    pings = [
+        (e.to, e.plane) for e in of(wait(node, 1.0 + STALL_S / 2), ev.SendMessage) if isinstance(e.message, m.Ping)
+    ]
+    assert (PEER.node_id, ev.Plane.CONTROL) in pings
 
 
 @pytest.mark.parametrize(("busy_s", "ended"), [(10.0, 1.35), (0.0, 1.2)])
