@@ -43,8 +43,8 @@ EXPONENT_MAX = 8.0
 HEARD_BYTES = 120
 """Of each node for each update that is followed."""
 
-TASK_BYTES = 12_000
-"""Of a task with its prompts, what came of them, and what agents remember of them (measured, rounded up)."""
+TASK_BYTES = 50_000
+"""Of a task, what came of it, and what agents and a central pool remember of it (measured, rounded up)."""
 
 Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
