@@ -34,8 +34,12 @@ LOOKUP_BYTES = 400
 ANSWER_BYTES_PER_HIT = 220
 
 
+SMALL_BYTES = 256 << 10
+"""Questions, answers and token ids are smaller, a block of KV is larger."""
+
+
 class Line:
-    """Something that serves one after the other: a lock, a direction of an interface. Counts how long it was busy."""
+    """Something that serves one after the other: a lock. Counts how long it was busy."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -50,6 +54,21 @@ class Line:
         self._world.at(self._free_at, then)
 
 
+class Interface(Line):
+    """One direction of a network interface. Large transfers come one after the other, which is no slower on average than all at
+    once; what is small passes between their packets."""
+
+    def transfer(self, size: int, byte_s: float, then: Callable[[], None]) -> None:
+        """Call `then` when so many bytes, each of which takes so long, have passed."""
+        seconds = size * byte_s
+        if size > SMALL_BYTES:
+            self.serve(seconds, then)
+            return
+        self.busy_s += seconds
+        self._free_at = max(self._world.now, self._free_at) + seconds
+        self._world.at(self._world.now + seconds, then)
+
+
 class Route:
     """From one agent to the server and back: latency, and what the agent's own link takes longer than the server's interface."""
 
@@ -57,7 +76,7 @@ class Route:
         self._world = world
         self._latency_s = link.latency_s
         self._byte_s = max(0.0, 1 / link.bulk_bytes_per_s - 1 / server_bytes_per_s)
-        self._up, self._down = Line(world), Line(world)
+        self._up, self._down = Interface(world), Interface(world)
 
     def up(self, size: int, then: Callable[[], None]) -> None:
         """Call `then` when so many bytes are at the server's door."""
@@ -67,8 +86,8 @@ class Route:
         """Call `then` when so many bytes that left the server are here."""
         self._travel(self._down, size, then)
 
-    def _travel(self, line: Line, size: int, then: Callable[[], None]) -> None:
-        line.serve(size * self._byte_s, lambda: self._world.at(self._world.now + self._latency_s, then))
+    def _travel(self, line: Interface, size: int, then: Callable[[], None]) -> None:
+        line.transfer(size, self._byte_s, lambda: self._world.at(self._world.now + self._latency_s, then))
 
 
 class CentralPool:
@@ -78,12 +97,13 @@ class CentralPool:
         self._world = world
         self._spec = spec
         self._bytes_per_s = (spec.bytes_per_s or link.bytes_per_s) * spec.interfaces
+        self._byte_s = 1 / self._bytes_per_s
         self._directory = Directory(POOL)
         self._held: OrderedDict[AnchorId, HeldAnchor] = OrderedDict()
         self._bytes = 0
         self.lock = Line(world)
-        self.sends = Line(world)
-        self.receives = Line(world)
+        self.sends = Interface(world)
+        self.receives = Interface(world)
         self.served_bytes = 0
         self.received_bytes = 0
         self.evicted = 0
@@ -101,12 +121,12 @@ class CentralPool:
 
         def locked() -> None:
             answer_bytes = work()
-            self.sends.serve(answer_bytes / self._bytes_per_s, lambda: route.down(answer_bytes, then))
+            self.sends.transfer(answer_bytes, self._byte_s, lambda: route.down(answer_bytes, then))
 
         def received() -> None:
             self.lock.serve(self._spec.lock_s, locked)
 
-        route.up(request_bytes, lambda: self.receives.serve(request_bytes / self._bytes_per_s, received))
+        route.up(request_bytes, lambda: self.receives.transfer(request_bytes, self._byte_s, received))
 
     def find(self, lookup: Lookup) -> LookupResult:
         return self._directory.find(lookup, lambda holder, meta: True)
