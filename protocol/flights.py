@@ -59,7 +59,8 @@ class LostTime:
 class Fetch:
     """A caller's request. `results` in the order wanted, `open` of them are missing still. `progress_at`: when anything
     of it last arrived; `answered_at`: when anybody last said BUSY, or lived though it was slow; `crowd_s`: how long such are
-    worth waiting for. `refused`: holders that it does not ask any more. `anchors`: what it said of what it wants.
+    worth waiting for; `forgiven_s`: lost time that no longer counts against its patience. `refused`: holders that it does
+    not ask any more. `anchors`: what it said of what it wants.
     """
 
     event: FetchRequested
@@ -69,6 +70,7 @@ class Fetch:
     progress_at: float
     crowd_s: float
     answered_at: float = -math.inf
+    forgiven_s: float = 0.0
     lost: LostTime = field(default_factory=LostTime)
     refused: dict[NodeId, Miss] = field(default_factory=dict)
     anchors: dict[AnchorId, AnchorMeta] = field(default_factory=dict)
@@ -96,7 +98,14 @@ class Fetch:
 
     def patience_s(self, config: NodeConfig, since: float) -> float:
         """How long nothing may arrive from `since` on: what it has lost before is not there to be lost again."""
-        return max(0.0, min(config.pull_stall_timeout_s, self.event.stall_s) - self.lost.before(since))
+        lost_s = max(0.0, self.lost.before(since) - self.forgiven_s)
+        return max(0.0, min(config.pull_stall_timeout_s, self.event.stall_s) - lost_s)
+
+    def progressed(self, now: float) -> None:
+        """Something of it came. In a crowd that makes good for silence before: who was waited for was slow, not frozen."""
+        self.progress_at = now
+        if self.answered_at > -math.inf:
+            self.forgiven_s = self.lost.total_s
 
     def impatient_at(self, config: NodeConfig, since: float) -> float:
         """When it gives up on a holder that has been silent since then, unless anything else of it comes."""
@@ -167,7 +176,7 @@ class Flight:
         if holder not in self.givers:
             self.givers.append(holder)
         for fetch, _ in self.owners:
-            fetch.progress_at = now
+            fetch.progressed(now)
 
 
 @dataclass(slots=True, eq=False)

@@ -280,6 +280,31 @@ def test_a_holder_that_speaks_but_does_not_send_is_waited_for_as_a_busy_one(
     assert penalised(node) == ["node1"]
 
 
+@pytest.mark.parametrize(("crowded", "came"), [(True, 2), (False, 1)])
+def test_in_a_crowd_what_comes_makes_good_for_silence_before(crowded: bool, came: int) -> None:
+    """Twice 0.15 s of silence, each ended by another holder: more than one patience."""
+    node = puller(NodeConfig(pull_piece_bytes=BLOCK, pulls_per_peer_max=1))
+    node.handle(hello(THIRD), 0.0)
+    fetch = request(others=(OTHER.node_id, THIRD.node_id))
+    ((_, pull),) = asked(node.handle(fetch, 1.0))
+    now = 1.0
+    if crowded:
+        busy = failed(pull.pull_id, m.PullFailedReason.BUSY, retry_after_s=0.001)
+        ((_, pull), *_) = asked(node.handle(ev.MessageReceived(PEER.node_id, busy), now))
+    found: list[Any] = []
+    for _ in range(2):
+        effects = wait(node, now + 0.15)
+        now += 0.15
+        rivals = [(to, later) for to, later in asked(effects) if to is not None]
+        for to, later in rivals[-1:]:
+            effects += node.handle(chunk(later.pull_id, 0, sender=to), now)
+        for check in of(effects, ev.VerifyBlock):
+            effects += node.handle(ev.BlockVerified(check.handle, True), now)
+        found += [each for finish in of(effects, ev.FinishFetch) for each in finish.found]
+    found += [each for finish in of(wait(node, now + 1.0), ev.FinishFetch) for each in finish.found]
+    assert len(found) == came
+
+
 def test_a_holder_that_never_answered_a_pull_is_not_waited_for_because_it_speaks() -> None:
     """Its bulk connection may be dead."""
     node = puller()
