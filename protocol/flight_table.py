@@ -54,6 +54,9 @@ class FlightTable:
 
     def schedule(self, now: float) -> list[Effect]:
         """Ask for what waits, as far as holders and the limit per holder allow; miss what nobody can be asked for."""
+        if not self.waiting:
+            self.pace.forget_but(pull.holder for pull in self.pulls.values())
+            return []
         effects: list[Effect] = []
         open_pulls: dict[tuple[NodeId, int, bool], tuple[PullState, int]] = {}
         free: dict[NodeId, int] = {}
@@ -88,8 +91,6 @@ class FlightTable:
         for pull in fresh:
             self.counts["resumed"] += sum(flight.received > 0 for flight in pull.flights)
             effects.append(pull.ask(self._config.credit_bytes))
-        if not self.waiting:
-            self.pace.forget_but(pull.holder for pull in self.pulls.values())
         return effects
 
     def open(self, holder: NodeId, flights: list[Flight], now: float, *, encoded: bool = False) -> PullState:

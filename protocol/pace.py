@@ -39,6 +39,8 @@ class Pace:
 
     def forget_but(self, holders: Iterable[NodeId]) -> None:
         """Only from these holders anything is under way or waited for."""
+        if not self._factor and not self._wanted:
+            return
         kept = set(holders)
         self._factor = {holder: factor for holder, factor in self._factor.items() if holder in kept}
         self._wanted = {holder: None for holder in self._wanted if holder in kept}

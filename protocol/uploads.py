@@ -124,7 +124,9 @@ class Uploads:
         return len(self._running)
 
     def next_deadline(self) -> float:
-        expires_at = min((upload.expires_at for upload in self._running.values()), default=math.inf)
+        if not self._running:
+            return math.inf
+        expires_at = min(upload.expires_at for upload in self._running.values())
         paused = any(self._may_send(upload) for upload in self._running.values())
         return min(expires_at, self._paused_until) if paused else expires_at
 
