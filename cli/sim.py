@@ -18,7 +18,7 @@ from kvcomm_p2p.cli.sim_ablate import ablate
 from kvcomm_p2p.cli.sim_failing import telling_failures
 from kvcomm_p2p.cli.sim_hunt import hunt
 from kvcomm_p2p.cli.sim_inputs import chosen_scenario, parsed_values, rules_of, runs_at_once, told, written
-from kvcomm_p2p.cli.sim_pictures import check_can_write, draw, draw_kept, draw_runs, write_report
+from kvcomm_p2p.cli.sim_pictures import check_can_write, draw, draw_compared, draw_kept, draw_runs, write_report
 from kvcomm_p2p.cli.sim_recording import node_maker
 from kvcomm_p2p.cli.sim_replay import replay_nodes
 from kvcomm_p2p.cli.sim_results import (
@@ -213,21 +213,27 @@ def compare(
 @sim.command()
 @guarded
 def plot(
-    scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="A preset, a TOML file, or a result that --save wrote (JSON).")
+    scenarios: Annotated[
+        list[str],
+        typer.Argument(metavar="SCENARIO...", help="A preset, a TOML file, or results that --save wrote (JSON)."),
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the pictures go.")],
     changes: SetOption = None,
     fabric: FabricOption = None,
 ) -> None:
-    """Draw a result that was kept, or simulate one scenario and draw it."""
-    if scenario.endswith(".json"):
-        if changes or fabric:
-            raise UsageError(f"{scenario} is a result that is there already: --set and --fabric are for scenarios")
-        made = draw_kept(read_kept(Path(scenario)), folder)
+    """Draw a result that was kept (or several sweeps side by side), or simulate one scenario and draw it."""
+    kept = [name for name in scenarios if name.endswith(".json")]
+    if kept and (changes or fabric):
+        raise UsageError(f"{kept[0]} is a result that is there already: --set and --fabric are for scenarios")
+    if len(scenarios) > 1 and len(kept) < len(scenarios):
+        raise UsageError("one scenario at a time; several results (JSON) are drawn side by side")
+    if len(kept) > 1:
+        made = draw_compared([read_kept(Path(name)) for name in kept], folder)
+    elif kept:
+        made = draw_kept(read_kept(Path(kept[0])), folder)
     else:
         check_can_write([], pictures=True)
-        made = draw(_run(chosen_scenario(scenario, changes, fabric)), folder)
+        made = draw(_run(chosen_scenario(scenarios[0], changes, fabric)), folder)
     for path in made:
         stdout().print(str(path), soft_wrap=True)
 

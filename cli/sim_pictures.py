@@ -47,6 +47,27 @@ def draw_kept(kept: Mapping[str, Any], folder: Path) -> list[Path]:
     return draw_runs(kept["scenario"], kept["over"], kept["runs"], folder)
 
 
+def draw_compared(sweeps: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Several sweeps over the same key side by side. Raises ConfigError."""
+    _require_matplotlib()
+    from kvcomm_p2p.sim import sweep_plots
+
+    keys = {next(iter(each["over"])) if "over" in each else "" for each in sweeps}
+    if len(keys) > 1 or "" in keys:
+        raise ConfigError("several results make one picture if they are sweeps whose first --over has the same key")
+    named = {_called(each): each["runs"] for each in sweeps}
+    if not any(summary["requests"] for runs in named.values() for run in runs for summary in run["summaries"]):
+        raise ConfigError("these sweeps ask nobody anything: there is no first token to compare")
+    return sweep_plots.draw_compared(keys.pop(), named, _made(folder))
+
+
+def _called(sweep: Mapping[str, Any]) -> str:
+    """The preset and what --set changed of it, as its command says."""
+    words = str(sweep["command"]).split()
+    changes = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    return ", ".join([str(sweep["scenario"]["name"]), *changes])
+
+
 def draw_runs(
     scenario: Mapping[str, Any], over: Mapping[str, Sequence[Any]], runs: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[Path]:

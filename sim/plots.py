@@ -119,7 +119,9 @@ def _outages(name: str, peers: Mapping[str, Any]) -> Figure:
         if count:
             middle = bar.get_x() + bar.get_width() / 2
             right.annotate(f"{count}", (middle, 2), ha="center", color="white", fontsize=8, fontweight="bold")
-    right.axhline(_mean_percent(peers["reused_others"]), color=blue, linewidth=1.4, label="never down, all the time")
+    first_s = peers["outages"][0][1]
+    meanwhile = [share for at, share in zip(peers["time_s"], peers["reused_others"], strict=True) if at >= first_s]
+    right.axhline(_mean_percent(meanwhile), color=blue, linewidth=1.4, label="never down, since the first outage")
     right.set(title="After a return with nothing", xlabel="seconds since the return (in bars: prompts)", ylabel="%")
     right.set(ylim=(0, 100))
     right.grid(axis="x", visible=False)

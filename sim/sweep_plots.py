@@ -35,7 +35,9 @@ def draw_sweep(name: str, over: Mapping[str, Sequence[Any]], runs: Runs, folder:
         if numbers and any(each["requests"] for run in runs for each in run["summaries"]):
             for metric in METRICS:
                 told = "-".join(_file(each) for each in over)
-                made.append(save(_panels(name, key, runs, metric), folder / f"{name}-{metric}-by-{told}.png"))
+                title = f"{name}: first token, {METRICS[metric]}"
+                panels = _by_setting(key, runs)
+                made.append(save(_panels(title, key, panels, metric), folder / f"{name}-{metric}-by-{told}.png"))
     return made
 
 
@@ -43,28 +45,41 @@ def _file(key: str) -> str:
     return key.replace(".", "-")
 
 
-def _panels(name: str, key: str, runs: Runs, metric: str) -> Figure:
-    by_setting: dict[tuple[tuple[str, Any], ...], list[Mapping[str, Any]]] = {}
+def draw_compared(key: str, sweeps: Mapping[str, Runs], folder: Path) -> list[Path]:
+    """Several sweeps over the same key, by what to call them, side by side. Returns the files."""
+    made = []
+    with pyplot.rc_context(STYLE):
+        for metric in METRICS:
+            path = folder / f"compared-{metric}-by-{_file(key)}.png"
+            made.append(save(_panels(f"First token, {METRICS[metric]}", key, sweeps, metric), path))
+    return made
+
+
+def _by_setting(key: str, runs: Runs) -> dict[str, Runs]:
+    """A panel for each setting of the other keys, called after it."""
+    panels: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
-        setting = tuple((other, value) for other, value in run["changes"].items() if other not in (key, "seed"))
-        by_setting.setdefault(setting, []).append(run)
-    columns = min(3, len(by_setting))
-    rows = -(-len(by_setting) // columns)
-    width = {1: 5.6, 2: 8.6, 3: 10.0}[columns]
-    figure, grid = pyplot.subplots(rows, columns, figsize=(width, 3.3 * rows + 0.4), squeeze=False)
-    for axes in grid.flat[len(by_setting) :]:
+        told = ", ".join(f"{other} = {value}" for other, value in run["changes"].items() if other not in (key, "seed"))
+        panels.setdefault(told, []).append(run)
+    return dict(panels)
+
+
+def _panels(title: str, key: str, panels: Mapping[str, Runs], metric: str) -> Figure:
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    width = {1: 6.4, 2: 8.6, 3: 10.0}[columns]
+    height = 3.2 * rows + 0.6
+    figure, grid = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (setting, chosen) in zip(grid.flat, by_setting.items(), strict=False):
-        told = ", ".join(f"{other} = {value}" for other, value in setting)
-        axes.set_title(told or f"{name}: first token, {METRICS[metric]}")
-        _panel(axes, key, chosen, metric)
     handles: dict[str, Any] = {}
-    for axes in grid.flat:
+    for axes, (told, chosen) in zip(grid.flat, panels.items(), strict=False):
+        _panel(axes, key, chosen, metric)
+        axes.set_title(told, fontweight="normal", fontsize=10)
         handles.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4 if width > 6 else 2)
-    if any(by_setting):
-        figure.suptitle(f"{name}: first token, {METRICS[metric]}", x=0.01, ha="left", fontsize=11, fontweight="bold")
-    figure.tight_layout(rect=(0, 0.09 if width > 6 else 0.14, 1, 1))
+    figure.suptitle(title, x=0.015, ha="left", fontsize=11, fontweight="bold")
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
     return figure
 
 
@@ -100,13 +115,11 @@ def _mark_crossing(axes: Axes, key: str, runs: Runs, metric: str) -> None:
     """A line where the central pool is no better than own caches."""
     for each in crossings(runs, key, metric=metric):
         if each.against == "own" and any(bound is not None for bound in each.loses_from):
-            known = sorted(bound for bound in each.loses_from if bound is not None)
-            axes.axvline(median(known), color=INK, linewidth=1, linestyle=(0, (2, 3)))
-            told = f"pool no better than\nown caches from {range_of(each.loses_from, 'never')}"
-            axes.annotate(
-                told, (median(known), 1), xycoords=("data", "axes fraction"), xytext=(-4, -2),
-                textcoords="offset points", ha="right", va="top", fontsize=8, color=INK,
-            )  # fmt: skip
+            at = median(bound for bound in each.loses_from if bound is not None)
+            axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 3)))
+            told = f"pool no better than own\ncaches from {range_of(each.loses_from, 'never')}"
+            place: dict[str, Any] = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+            axes.annotate(told, (at, 0), xycoords=("data", "axes fraction"), fontsize=8, color=INK, **place)
 
 
 def _news(name: str, over: Mapping[str, Sequence[Any]], runs: Runs) -> Figure:
