@@ -28,7 +28,8 @@ from kvcomm_p2p.net.durable import open_life
 from kvcomm_p2p.net.gate import curve_keys, open_gate
 from kvcomm_p2p.net.keys import ClusterKeys, load_cluster_keys
 from kvcomm_p2p.net.limits import require_descriptors
-from kvcomm_p2p.net.recorder import RecordedNode, Recorder, make_recorder
+from kvcomm_p2p.net.recorded_nodes import RecordedNode
+from kvcomm_p2p.net.recorder import Recorder, make_recorder
 from kvcomm_p2p.net.shared_memory import SharedMemory, host_tag
 from kvcomm_p2p.net.signatures import signed_record
 from kvcomm_p2p.net.transport import Addresses
@@ -131,6 +132,7 @@ class AgentStack:
         self._publisher = Publisher(driver, store, runner.spec, lineage, content_key, self._compute)
         self.recorder: Recorder | None = None
         self.metrics: MetricsServer | None = None
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pending: set[concurrent.futures.Future[Any]] = set()
 
@@ -223,7 +225,10 @@ class AgentStack:
         return self.driver.run(read()).result(timeout=5.0)
 
     def close(self) -> None:
-        """Say goodbye and stop. Safe to call twice; not from the driver's thread."""
+        """Say goodbye and stop. Safe to call twice; not from the driver's thread. Nothing in a child that was forked: all of
+        this is its parent's."""
+        if os.getpid() != self._pid:
+            return
         if self.metrics is not None:
             self.metrics.close()
         self.driver.stop()

@@ -44,6 +44,9 @@ MESSAGES_AT_ONCE_MAX = 8
 
 SENDERS_COUNTED_MAX = 4096
 
+ANSWER_PAUSE_S = 1.0
+"""A member's comparisons are answered once in this time: each answer may come to a megabyte."""
+
 SAVE_PAUSE_S = 1.0
 SAVE_BYTES_PER_S = 256 * 1024
 """Seconds between savings of what others told, at least, and the bytes per second that these may cost the disk; what our own
@@ -78,6 +81,7 @@ class Erasing:
         self._scan: list[list[HeldAnchor]] = []
         self._scan_again = False
         self._news: dict[NodeId, tuple[float, int]] = {}
+        self._answered: dict[NodeId, float] = {}
         self._scan_at = math.inf
         self._compare_at = math.inf
         self._saved_at = -math.inf
@@ -133,8 +137,11 @@ class Erasing:
     def compared(self, sender: NodeId, message: ErasuresKnown, now: float) -> list[Effect]:
         """A member tells which erasures it knows."""
         peer = self._members.get(sender)
-        if peer is None:
+        if peer is None or now - self._answered.get(sender, -math.inf) < ANSWER_PAUSE_S:
             return []
+        if len(self._answered) >= SENDERS_COUNTED_MAX:
+            self._answered.clear()
+        self._answered[sender] = now
         self._memory.expire(now)
         theirs = {chunk[at : at + 8] for chunk in message.ids for at in range(0, len(chunk), 8)}
         mine = {identity[:8]: erasure for identity, erasure in self._memory.told()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,7 @@ class Driver:
         self._thread = threading.Thread(target=self._main, name="kvcomm-driver", daemon=True)
         self._started: concurrent.futures.Future[Addresses] = concurrent.futures.Future()
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._stopped = False
         self._running: set[concurrent.futures.Future[Any]] = set()
         self._next_id = 1
@@ -116,7 +118,9 @@ class Driver:
 
     def stop(self) -> None:
         """Say goodbye, finish everything that waits (Miss SHUTDOWN), end the thread. Safe to call twice, from any
-        thread but the driver's own."""
+        thread but the driver's own. In a child that was forked: nothing, the node is its parent's."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             first, self._stopped = not self._stopped, True
         if self._thread.ident is None:
@@ -131,7 +135,11 @@ class Driver:
             future.cancel()
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the driver's loop. Cancelling the returned future cancels it."""
+        """Run a coroutine on the driver's loop. Cancelling the returned future cancels it. Raises UsageError once the driver
+        stops, and in a child that was forked."""
+        if os.getpid() != self._pid:
+            work.close()
+            raise UsageError("this node runs in the process that this one was forked from: start one of your own")
         with self._lock:
             if self._stopped or not self._started.done() or self._started.exception() is not None:
                 work.close()

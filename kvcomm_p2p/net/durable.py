@@ -77,16 +77,18 @@ class NodeLife:
         # Also where nobody calls `close`, because what was to be made next failed.
         self._unlock = weakref.finalize(self, os.close, lock) if lock is not None else None
         self._mutex = threading.Lock()
+        self._pid = os.getpid()
 
     @property
     def is_kept(self) -> bool:
-        return self._path is not None
+        """Whether anything is written; not in a child that was forked either."""
+        return self._path is not None and os.getpid() == self._pid
 
     def save(self, state: SaveState, keys: Sequence[bytes] = ()) -> None:
         """Keep this; counters never fall, whatever the order of calls. `keys`: CURVE keys of who listens at the addresses, in
         their order (none: as before, where the addresses are). Blocks on the disk; a disk that fails is logged."""
         with self._mutex:
-            if self._path is None:
+            if self._path is None or not self.is_kept:
                 return
             epoch, incarnation = max((self._saved.epoch, self._saved.incarnation), (state.epoch, state.incarnation))
             addresses = state.addresses[:ADDRESSES_MAX]
@@ -104,7 +106,7 @@ class NodeLife:
     def save_erasures(self, packed: bytes) -> None:
         """Keep these erasures in place of those before. Blocks on the disk; a disk that fails is logged."""
         with self._mutex:
-            if self._path is None:
+            if self._path is None or not self.is_kept:
                 return
             try:
                 write_erasures(self._path.with_suffix(SUFFIX), self._erasing_key, packed)
@@ -121,7 +123,9 @@ class NodeLife:
 
     def close(self) -> None:
         """After a goodbye: who left on purpose does not look for its peers at its next start. Calling it again does
-        nothing."""
+        nothing, nor does calling it in a child that was forked."""
+        if os.getpid() != self._pid:
+            return
         with self._mutex:
             path, self._path = self._path, None
             if path is not None and self._saved.addresses:

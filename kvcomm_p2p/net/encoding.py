@@ -26,6 +26,9 @@ COUNTS = 127
 LARGEST = 1e37
 """Larger numbers are no KV, and would overflow on the way back."""
 
+_SCALE_MAX = np.nextafter(np.float32(LARGEST) / np.float32(STEPS * COUNTS), np.float32(np.inf))
+"""`encode` makes no larger scale; with one, counts could come to infinity, and infinity times no count at all to NaN."""
+
 _LEAST = float(np.finfo(np.float32).tiny)
 
 Floats = npt.NDArray[np.float32]
@@ -135,7 +138,7 @@ def _restore(
     dtype: str,
 ) -> None:
     """The inverse, into `numbers`."""
-    if not ((scales >= 0) & (scales <= LARGEST)).all():
+    if not ((scales >= 0) & (scales <= _SCALE_MAX)).all():
         raise NotEncodable("a scale is NaN, infinite, negative or too large")
     with np.errstate(over="ignore"):
         x = counts.astype(np.float32)

@@ -8,39 +8,42 @@ content was recognised it says what was found, not by which key. Events hold tok
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import struct
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import Any, get_args
 
 import msgpack
 import msgspec
 import numpy as np
 
 from kvcomm_p2p.errors import ConfigError, UsageError
+from kvcomm_p2p.net.recorded_nodes import ReplayedNode
 from kvcomm_p2p.protocol.anchors import HeldAnchor
 from kvcomm_p2p.protocol.config import ERASING_KEY_BYTES, NodeConfig
-from kvcomm_p2p.protocol.erasure_names import Places, finder
 from kvcomm_p2p.protocol.events import AnchorsPublished, AnchorTokens, Effect, Event
 from kvcomm_p2p.protocol.ids import short
-from kvcomm_p2p.protocol.kgrams import U64, TokenIds
 from kvcomm_p2p.protocol.messages import PROTOCOL_VERSION, MemberRecord, Tokens
-from kvcomm_p2p.protocol.node import Node
 from kvcomm_p2p.settings import Settings
 
 FORMAT = "kvcomm recording"
 FORMAT_VERSION = 2
 RECORD_BYTES_MAX = 64 << 20
 RECORDING_BYTES_MAX = 256 << 20
+BUFFER_BYTES = 64 * 1024
 FLUSH_S = 1.0
 """What a process that is killed loses at most, in seconds of its node's clock."""
 
 DIGEST_BYTES = 16
 SUFFIX = ".kvrec"
+
+log = logging.getLogger("kvcomm_p2p.net")
 
 _LENGTH = struct.Struct("<I")
 _EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
@@ -60,7 +63,11 @@ class Recorder:
         self.redacted = redact
         self._bytes_max = bytes_max
         self._key = os.urandom(32) if redact else b""
-        self._file: IO[bytes] | None = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        # Its own buffer: that of a file object would be written a second time by children that were forked.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file: FileIO | None = FileIO(descriptor, "wb")
+        self._buffer = bytearray()
+        self._pid = os.getpid()
         self._whole = hashlib.sha256()
         self._written = 0
         self._events = 0
@@ -103,22 +110,37 @@ class Recorder:
 
     def flush(self) -> None:
         """Everything so far can be read by others."""
-        if self._file is not None:
-            self._file.flush()
+        if self._file is None or os.getpid() != self._pid:
+            return
+        try:
+            while self._buffer:
+                del self._buffer[: self._file.write(self._buffer)]
+        except OSError as error:
+            # A disk that is full ends the recording, without an end mark; never what the node does.
+            log.error("recording ends here: %s cannot be written (%s)", self.path, error)
+            self._end()
 
     def close(self, why: str = "closed") -> None:
-        """Write the end mark. Calling it again does nothing."""
-        if self._file is not None:
+        """Write the end mark. Calling it again does nothing, nor does calling it in a child that was forked."""
+        if self._file is not None and os.getpid() == self._pid:
             self._write({"end": why, "events": self._events, "sha256": self._whole.digest()})
-            self._file.close()
-            self._file = None
+            self.flush()
+            self._end()
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        self._buffer.clear()
+        with suppress(OSError):
+            if file is not None:
+                file.close()
 
     def _write(self, record: Any) -> None:
         packed: bytes = msgpack.packb(record, use_bin_type=True)
-        assert self._file is not None
-        self._file.write(_LENGTH.pack(len(packed)) + packed)
+        self._buffer += _LENGTH.pack(len(packed)) + packed
         self._whole.update(packed)
         self._written += _LENGTH.size + len(packed)
+        if len(self._buffer) >= BUFFER_BYTES:
+            self.flush()
 
     def _redacted(self, value: Any) -> Any:
         return redacted(value, self._key) if self._key else value
@@ -135,52 +157,6 @@ def make_recorder(settings: Settings, name: str, node_id: bytes) -> Recorder | N
         return Recorder(path, bytes_max=settings.record_bytes_max, redact=settings.record_redact)
     except OSError as error:
         raise ConfigError(f"record_dir: {path} cannot be made ({error.strerror or error})") from error
-
-
-class RecordedNode(Node):
-    """A node that shows its recorder every event with its effects."""
-
-    def __init__(
-        self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float, recorder: Recorder, **more: Any
-    ) -> None:
-        """`more`: other arguments of `Node`."""
-        recorder.begin(config, me, rng, now, more)
-        self._recorder = recorder
-        self._find = finder(config.erasing_key)
-        self._found: list[list[int]] = []
-        super().__init__(config, me=me, rng=rng, now=now, find_stretches=self._look, **more)
-
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """See `Node.handle`."""
-        self._found = []
-        try:
-            effects = super().handle(event, now)
-        except Exception:
-            self._recorder.add(event, now, None, self._found)
-            raise
-        self._recorder.add(event, now, effects, self._found)
-        return effects
-
-    def _look(self, token_ids: TokenIds, tokens: int, table: U64) -> Places:
-        places = self._find(token_ids, tokens, table)
-        self._found.append(places.tolist())
-        return places
-
-
-class ReplayedNode(Node):
-    """A node that finds erased content where the recorded one did: it has neither the key nor, perhaps, the token ids."""
-
-    def __init__(self, config: NodeConfig, *, me: MemberRecord, rng: random.Random, now: float, **more: Any) -> None:
-        self._to_find: deque[tuple[int, ...]] = deque()
-        super().__init__(config, me=me, rng=rng, now=now, find_stretches=self._look, **more)
-
-    def replay(self, step: Step) -> list[Effect]:
-        """Handle a step's event. Raises what the node raises."""
-        self._to_find = deque(step.found)
-        return self.handle(step.event, step.now)
-
-    def _look(self, token_ids: TokenIds, tokens: int, table: U64) -> Places:
-        return np.array(self._to_find.popleft() if self._to_find else (), dtype=np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +241,7 @@ def replay(recording: Recording) -> Replay:
 def effects_digest(node: ReplayedNode, step: Step) -> bytes:
     """Of what `node` answers to a step now."""
     try:
-        return _digest(node.replay(step))
+        return _digest(node.replay(step.event, step.now, step.found))
     except Exception:  # what the node raises is part of what it does
         return _digest(None)
 

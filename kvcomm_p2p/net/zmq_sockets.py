@@ -116,7 +116,11 @@ class Dealer:
             secure(self._socket)
         # A name of its own: pyzmq's default reuses names while the monitor before is still being torn down.
         endpoint = f"inproc://kvcomm-monitor-{next(_monitor_numbers)}"
-        self._monitor = context.socket(zmq.PAIR)
+        try:
+            self._monitor = context.socket(zmq.PAIR)
+        except zmq.ZMQError:  # no descriptor left
+            self._socket.close(0)
+            raise
         try:
             self._socket.monitor(endpoint, LOST)
             self._monitor.connect(endpoint)

@@ -148,4 +148,24 @@ def test_a_scale_that_is_none_is_not_decoded(scale: float, which: int) -> None:
 @given(st.binary(min_size=LAYOUT.int8_bytes(2), max_size=LAYOUT.int8_bytes(2)))
 def test_any_bytes_are_decoded_or_refused(encoded: bytes) -> None:
     with suppress(NotEncodable):
-        assert decode(memoryview(encoded), LAYOUT, 2).nbytes == LAYOUT.block_bytes(2)
+        block = decode(memoryview(encoded), LAYOUT, 2)
+        assert block.nbytes == LAYOUT.block_bytes(2)
+        assert np.isfinite(np.frombuffer(block, "<f4")).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1e30, 3.08e32, 3.2e32, 1e35, 1e37])
+def test_the_largest_counts_of_the_largest_scale_that_passes_are_numbers(dtype: str, scale: float) -> None:
+    """No block could have been encoded with a larger one; with it, infinity times no count at all would be NaN."""
+    layout = KVLayout(1, 1, 4, 4, dtype)
+    encoded = bytearray(layout.int8_bytes(1))
+    struct.pack_into("<2f", encoded, 0, scale, scale)
+    encoded[8:] = bytes([255] * 5 + [127, 0, 129, 128] * 2)
+    honest = LARGEST / (STEPS * COUNTS)
+    if scale > honest * 1.001:
+        with pytest.raises(NotEncodable):
+            decode(memoryview(encoded), layout, 1)
+        return
+    keys, values = split(decode(memoryview(encoded), layout, 1), layout, 1)
+    assert not np.isnan(keys).any() and not np.isnan(values).any()
+    assert dtype == "float16" or np.isfinite(keys).all()

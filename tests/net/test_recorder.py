@@ -18,8 +18,8 @@ from net_nodes import CONFIG, KEYS, MODEL, make_anchor, wait_until, wants_of
 
 from kvcomm_p2p.net.driver import Driver
 from kvcomm_p2p.net.memory_transport import MemoryHub, MemoryTransport
+from kvcomm_p2p.net.recorded_nodes import RecordedNode
 from kvcomm_p2p.net.recorder import (
-    RecordedNode,
     Recorder,
     Recording,
     RecordingError,

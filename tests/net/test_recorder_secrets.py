@@ -12,7 +12,8 @@ import pytest
 from net_nodes import KEYS
 from test_recorder import ERASING, history, some_erasures
 
-from kvcomm_p2p.net.recorder import RecordedNode, Recorder, read_recording, replay
+from kvcomm_p2p.net.recorded_nodes import RecordedNode
+from kvcomm_p2p.net.recorder import Recorder, read_recording, replay
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.erasure_memory import ErasureMemory
 

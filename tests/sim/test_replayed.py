@@ -11,7 +11,8 @@ import pytest
 
 from kvcomm_p2p.cli.sim_replay import _history
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.net.recorder import RecordedNode, Recorder
+from kvcomm_p2p.net.recorded_nodes import RecordedNode
+from kvcomm_p2p.net.recorder import Recorder
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.anchors import NO_CHAIN, AnchorMeta, BlockHandle, BlockKey, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
