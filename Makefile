@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 MAPPED := protocol kernels sim cli
 
-.PHONY: demo test check fmt types bench fuzz soak netns sim-results clean
+.PHONY: demo test check fmt types bench fuzz soak netns sim-results sim-hunt clean
 
 demo: $(READY)
 	$(BIN)/kvcomm demo
@@ -52,6 +52,29 @@ sim-results: $(READY)
 		'import json, sys; print(*(each["name"] for each in json.load(sys.stdin)["scenarios"]))'); do \
 		nice -n 10 $(BIN)/kvcomm sim run $$name --save $(SIM_RESULTS)/sim-$$name.json >/dev/null || exit 1; \
 	done
+
+# Random small scenarios with everything that can go wrong; stops at the first that breaks an invariant.
+SIM_HUNT_RUNS ?= 1000
+SIM_HUNT_SEED ?= 0
+sim-hunt: $(READY)
+	nice -n 10 $(BIN)/kvcomm sim hunt --runs $(SIM_HUNT_RUNS) --seed $(SIM_HUNT_SEED)
+
+# When is one central pool the bottleneck? Runs that are there already (build/sim) are not run again.
+SIM_SWEEP = nice -n 10 $(BIN)/kvcomm sim sweep
+CORES_WAN = growing-cores --set network.inside=wan
+POOL = --fabric own --fabric central
+sim-sweeps: $(READY)
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=8,16,32,48,64 --repeats 2 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-wan.json
+	$(SIM_SWEEP) growing-cores --over agents=64,128 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-lan.json
+	$(SIM_SWEEP) growing --over agents=16,32,64 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-gpu.json
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over central.interfaces=2,4 --fabric central --into build/sim \
+		--save $(SIM_RESULTS)/sim-sweep-wan-interfaces.json
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over central.lock_s=0.00005,0.001 --fabric central --into build/sim \
+		--save $(SIM_RESULTS)/sim-sweep-wan-lock.json
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over workload.tasks_per_agent_s=0.03,0.09 $(POOL) --into build/sim \
+		--save $(SIM_RESULTS)/sim-sweep-wan-rate.json
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over workload.documents=20,160 $(POOL) --into build/sim \
+		--save $(SIM_RESULTS)/sim-sweep-wan-documents.json
 
 clean:
 	rm -rf .venv .types .mypy_cache .pytest_cache .ruff_cache build dist

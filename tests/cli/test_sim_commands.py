@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ def test_a_sweep_is_kept_as_one_file_and_says_where_the_pool_loses(tiny: Path) -
     assert [run["changes"] for run in kept["runs"]] == [{"agents": n, "seed": s} for n in (2, 3) for s in (0, 1)]
     assert {each["against"] for each in kept["crossings"]} == {"own", "peers"}
     assert len(list(Path("sim-tiny").glob("*.json"))) == 4
+    if find_spec("matplotlib"):
+        kvcomm("sim", "plot", "all.json", "all.json", "pictures")
+        assert Path("pictures/compared-ttft_p99_s-by-agents.png").is_file()
     assert kvcomm(*words, "--json") == kvcomm(*words, "--json"), "what is there is not run again"
 
 
@@ -146,6 +150,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["plot", "none.json", "there"], "none.json cannot be read"),
     (["plot", "other.json", "there"], "no curves and no runs"),
     (["plot", "other.json", "there", "--set", "agents=3"], "for scenarios"),
+    (["plot", "sixteen", "skew", "there"], "one scenario at a time"),
     (["replay", "none.rec"], "none.rec cannot be read"),
     (["replay", "tiny.toml"], "tiny.toml"),
     (["replay", "tiny.toml", "--network", "pigeon"], "choose one of"),
