@@ -48,13 +48,20 @@ def draw_kept(kept: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_compared(sweeps: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Several sweeps over the same key side by side. Raises ConfigError."""
+    """Several sweeps over the same key side by side, or how news spread in several runs. Raises ConfigError."""
     _require_matplotlib()
     from kvcomm_p2p.sim import sweep_plots
 
+    if all("curves" in each for each in sweeps):
+        made = sweep_plots.draw_news([(each["scenario"], each["curves"]) for each in sweeps], _made(folder))
+        if not made:
+            raise ConfigError("in none of these runs an update was followed: set updates, and simulate peers")
+        return made
     keys = {next(iter(each["over"])) if "over" in each else "" for each in sweeps}
     if len(keys) > 1 or "" in keys:
-        raise ConfigError("several results make one picture if they are sweeps whose first --over has the same key")
+        raise ConfigError(
+            "several results make one picture if all are runs, or sweeps whose first --over has the same key"
+        )
     named = {_called(each): each["runs"] for each in sweeps}
     if not any(summary["requests"] for runs in named.values() for run in runs for summary in run["summaries"]):
         raise ConfigError("these sweeps ask nobody anything: there is no first token to compare")

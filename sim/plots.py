@@ -161,8 +161,8 @@ def _protocol(name: str, peers: Mapping[str, Any]) -> Figure:
             everybody, _shares(everybody), where="post", color=INK, linestyle="--", label="% of updates known to all"
         )
         left.legend(loc="lower right")
+        left.set_xlim(0, 1.02 * end_of(heard))
     left.set(title=f"{name}: how news spread", xlabel="seconds since the update", ylabel="%", ylim=(0, 101))
-    left.set_xlim(left=0)
     _bars(right, peers["traffic"])
     figure.tight_layout()
     return figure
@@ -174,6 +174,12 @@ def _bars(axes: Axes, values: Mapping[str, float]) -> None:
     axes.barh([name for name, _ in shown], [100 * value / total for _, value in shown], color=LOOKS["peers"][0])
     axes.set(title="Control traffic by message", xlabel=f"% of {total / 1e6:,.1f} MB, all nodes")
     axes.grid(axis="y", visible=False)
+
+
+def end_of(ascending: Sequence[float]) -> float:
+    """Where an axis of times may end: at the last, or, where few come much later than all others, soon after these."""
+    most = ascending[int(0.98 * (len(ascending) - 1))]
+    return min(ascending[-1], 3 * most)
 
 
 def _shares(values: Sequence[float]) -> list[float]:

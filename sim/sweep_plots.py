@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvcomm_p2p.sim.crossing import crossings, range_of
-from kvcomm_p2p.sim.plots import INK, LOOKS, STYLE, looks, save
+from kvcomm_p2p.sim.plots import INK, LOOKS, STYLE, end_of, looks, save
 from kvcomm_p2p.sim.study import named
 
 Runs = Sequence[Mapping[str, Any]]
@@ -30,7 +30,8 @@ def draw_sweep(name: str, over: Mapping[str, Sequence[Any]], runs: Runs, folder:
     made = []
     with pyplot.rc_context(STYLE):
         if any(curves.get("heard_s") for run in runs for curves in run["curves"].values()):
-            made.append(save(_news(name, over, runs), folder / f"{name}-news-by-{_file(key)}.png"))
+            news = _news(f"{name}: how an update spreads", _news_of(over, runs))
+            made.append(save(news, folder / f"{name}-news-by-{_file(key)}.png"))
         numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in over[key])
         if numbers and any(each["requests"] for run in runs for each in run["summaries"]):
             for metric in METRICS:
@@ -122,32 +123,48 @@ def _mark_crossing(axes: Axes, key: str, runs: Runs, metric: str) -> None:
             axes.annotate(told, (at, 0), xycoords=("data", "axes fraction"), fontsize=8, color=INK, **place)
 
 
-def _news(name: str, over: Mapping[str, Sequence[Any]], runs: Runs) -> Figure:
-    """Share of nodes that have heard of an update, by the time since it was made: a colour for each value of the first key, a
-    line for each setting of the others."""
+def draw_news(results: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], folder: Path) -> list[Path]:
+    """How fast news spread in several results of runs, given as (scenario, curves by fabric): a colour for each number of agents,
+    a line for each loss. Returns the files; empty if no update was followed."""
+    seen = [
+        (scenario, curves["peers"]["heard_s"]) for scenario, curves in results if curves.get("peers", {}).get("heard_s")
+    ]
+    if not seen:
+        return []
+    sizes = sorted({scenario["agents"] for scenario, _ in seen})
+    losses = sorted({scenario["network"]["loss"] for scenario, _ in seen})
+    lines = []
+    for scenario, heard in sorted(seen, key=lambda each: (each[0]["agents"], each[0]["network"]["loss"])):
+        agents, loss = scenario["agents"], scenario["network"]["loss"]
+        told = f"{agents:,} nodes" + (f", {100 * loss:g} % lost" if loss else "")
+        lines.append((told, sizes.index(agents), losses.index(loss), heard))
+    with pyplot.rc_context(STYLE):
+        return [save(_news("How one update spreads", lines), folder / "compared-news.png")]
+
+
+def _news_of(over: Mapping[str, Sequence[Any]], runs: Runs) -> list[tuple[str, int, int, list[float]]]:
+    """For the first seed: what to call each curve, its colour (the first key's value), its line (the other keys'), the curve."""
     key, *others = over
-    figure, axes = pyplot.subplots(figsize=(8.6, 3.8))
     settings = list(dict.fromkeys(tuple(run["changes"][other] for other in others) for run in runs))
-    last_s = 0.0
+    lines = []
     for run in runs:
-        for fabric, curves in run["curves"].items():
-            heard = curves.get("heard_s")
-            if not heard:
-                continue
-            colour = NEWS_COLOURS[list(over[key]).index(run["changes"][key]) % len(NEWS_COLOURS)]
+        heard = run["curves"].get("peers", {}).get("heard_s")
+        if heard and run["changes"]["seed"] == runs[0]["changes"]["seed"]:
             setting = tuple(run["changes"][other] for other in others)
-            told = ", ".join(
-                [_value(run["changes"][key], key), *(f"{o} {v}" for o, v in zip(others, setting, strict=True))]
-            )
-            shares = [100 * (number + 1) / len(heard) for number in range(len(heard))]
-            line = LINES[settings.index(setting) % len(LINES)]
-            alone = run["changes"]["seed"] == runs[0]["changes"]["seed"]
-            label = told if fabric == "peers" and alone else None
-            axes.plot([0, *heard], [0, *shares], color=colour, linestyle=line, label=label)
-            last_s = max(last_s, heard[-1])
-    axes.set(
-        title=f"{name}: how an update spreads", xlabel="seconds since the update", ylabel="% of nodes that know it"
-    )
+            told = [_value(run["changes"][key], key), *(f"{o} {v}" for o, v in zip(others, setting, strict=True))]
+            lines.append((", ".join(told), list(over[key]).index(run["changes"][key]), settings.index(setting), heard))
+    return lines
+
+
+def _news(title: str, lines: Sequence[tuple[str, int, int, list[float]]]) -> Figure:
+    """Share of nodes that have heard of an update, by the time since it was made."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.8))
+    for told, colour, line, heard in lines:
+        shares = [100 * (number + 1) / len(heard) for number in range(len(heard))]
+        look = {"color": NEWS_COLOURS[colour % len(NEWS_COLOURS)], "linestyle": LINES[line % len(LINES)]}
+        axes.plot([0, *heard], [0, *shares], label=told, **look)
+    last_s = max(end_of(heard) for _, _, _, heard in lines)
+    axes.set(title=title, xlabel="seconds since the update", ylabel="% of nodes that know it")
     axes.set(ylim=(0, 101), xlim=(0, last_s * 1.02))
     axes.legend(loc="lower right")
     figure.tight_layout()
