@@ -38,8 +38,15 @@ class Lateness:
         late_s = now - max(due, self._ran_at)
         self._ran_at = now
         if late_s <= LATE_S:
-            self._graced = self._graced and now < self.judges_at
+            self._graced = self._graced and now <= self.judges_at
             return 0.0
-        self.judges_at = now if self._graced else now + LATE_S
-        self._graced = not self._graced
+        if not self.grace(now):
+            self.judges_at, self._graced = now, False
         return late_s
+
+    def grace(self, now: float) -> bool:
+        """Nobody is to be given up yet, since this node comes late. False: that was so last time, too; it does not count."""
+        if self._graced:
+            return False
+        self.judges_at, self._graced = now + LATE_S, True
+        return True

@@ -59,16 +59,22 @@ class Patience:
         deadline = min((fetch.event.deadline for fetch in table.fetches.values()), default=math.inf)
         if not table.pulls and not table.waiting:
             return deadline
-        judged = math.inf
-        for pull in table.pulls.values():
-            judged = min(judged, pull.hedges_at(config))
-            for fetch in pull.waiting():
-                judged = min(judged, fetch.impatient_at(config, pull.progress_at))
-        for flight in table.waiting.values():
-            judged = min(judged, table.tired_at(flight))
+        hedged = min((pull.hedges_at(config) for pull in table.pulls.values()), default=math.inf)
         if table.waiting:
             deadline = min(deadline, self._sources.retry_at())
+        judged = min(self._judged_at(), hedged)
         return min(deadline, self._lateness.pulse_at, max(judged, self._lateness.judges_at))
+
+    def _judged_at(self) -> float:
+        """When somebody is to be given up next."""
+        table, judged = self._table, math.inf
+        for pull in table.pulls.values():
+            for fetch in pull.waiting():
+                judged = min(judged, fetch.impatient_at(self._config, pull.progress_at))
+            judged = min(judged, pull.stalls_at(self._config))
+        for flight in table.waiting.values():
+            judged = min(judged, table.tired_at(flight))
+        return judged
 
     def tick(self, now: float) -> list[Effect]:
         """Give up what has waited for too long, and ask whom there is to ask instead."""
@@ -77,10 +83,14 @@ class Patience:
             if fetch.event.deadline <= now:
                 self._dripped(fetch, now)
                 effects += self._table.abandon(fetch, Miss(MissReason.DEADLINE), now)
-        judges = now >= self._lateness.judges_at
-        for pull in tuple(self._table.pulls.values()) if judges else ():
-            if pull.pull_id in self._table.pulls:
-                effects += self._judge(pull, now)
+        judges = now >= self._lateness.judges_at and not self._was_busy(now)
+        if judges:
+            for pull in self._table.pulls.values():
+                if pull.stalls_at(self._config) <= now:
+                    self._look_for_life(pull, now)
+            for pull in tuple(self._table.pulls.values()):
+                if pull.pull_id in self._table.pulls:
+                    effects += self._judge(pull, now)
         effects += self._table.schedule(now)
         if judges:
             effects += self._table.tire(now)
@@ -89,7 +99,7 @@ class Patience:
 
     def _judge(self, pull: PullState, now: float) -> list[Effect]:
         """A pull that may have been silent for too long, for its holder or for one of those who wait for it."""
-        if pull.stalls_at(self._config) <= now and not (self._lives(pull, now) and pull.stalls_at(self._config) > now):
+        if pull.stalls_at(self._config) <= now:
             return self._stalled(pull, now)
         effects: list[Effect] = []
         for fetch in pull.waiting():
@@ -100,19 +110,26 @@ class Patience:
             effects += self._hedge(pull, now)
         return effects
 
-    def _lives(self, pull: PullState, now: float) -> bool:
-        """Whether its holder said anything since: it is slow, then, and not frozen, and its silence counts from there. Only of
-        one that has answered since the request began, so that it can (its bulk connection may be dead and the other not);
-        and for no longer than a crowd is worth waiting in."""
+    def _was_busy(self, now: float) -> bool:
+        """Somebody was to be given up a while ago, but this node had so much else to do that it has not read yet what came."""
+        late_s = now - max(self._judged_at(), self._lateness.judges_at)
+        if late_s <= LATE_S or not self._lateness.grace(now):
+            return False
+        self._table.counts["late"] += 1
+        self._table.stood_still(late_s, now)
+        return True
+
+    def _look_for_life(self, pull: PullState, now: float) -> None:
+        """If its holder said anything since, it is slow and not frozen, and its silence counts from there. Only of one that
+        has answered since the request began, so that it can (its bulk connection may be dead and the other not); and for no
+        longer than a crowd is worth waiting in."""
         heard_at = self._sources.heard_at(pull.holder)
         spoke_at = self._table.spoke_at.get(pull.holder, -math.inf)
         patient = [fetch for fetch in pull.waiting() if spoke_at >= fetch.started_at and fetch.is_patient(now)]
-        if heard_at <= pull.progress_at or not patient:
-            return False
-        pull.progress_at = heard_at
-        for fetch in patient:
-            fetch.answered_at = max(fetch.answered_at, heard_at)
-        return True
+        if heard_at > pull.progress_at and patient:
+            pull.progress_at = heard_at
+            for fetch in patient:
+                fetch.answered_at = max(fetch.answered_at, heard_at)
 
     def _dripped(self, fetch: Fetch, now: float) -> None:
         """A fetch ends by its deadline with little: who had half of that time, and as long as DRIP_STALLS stalls, sends

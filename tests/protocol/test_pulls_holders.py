@@ -14,7 +14,7 @@ from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.protocol.anchors import MissReason
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.ids import NodeId
-from kvcomm_p2p.protocol.lateness import PULSE_S
+from kvcomm_p2p.protocol.lateness import LATE_S, PULSE_S
 
 THIRD = record(3)
 STALL_S = NodeConfig().pull_stall_timeout_s
@@ -231,6 +231,19 @@ def test_a_node_that_always_comes_late_still_gives_up_a_frozen_holder(by_s: floa
     assert finish.wait_lost_s <= STALL_S + 1e-9, "what was ours is not charged to the holder"
     turns = STALL_S / PULSE_S + 3
     assert STALL_S <= ended - 1.0 <= turns * (PULSE_S + by_s)
+
+
+def test_a_node_that_is_busy_reads_what_came_before_it_gives_up_anybody() -> None:
+    """It runs all the time, on other messages, and its timer has to wait; a timer that rings a little late after that counts."""
+    node = puller()
+    node.handle(request(), 1.0)
+    now = 1.0
+    while now < 1.0 + 2 * STALL_S:
+        now += 0.01
+        node.handle(hello(OTHER), now)
+    assert not of(node.handle(ev.TimerExpired(), now), ev.FinishFetch)
+    (finish,) = of(node.handle(ev.TimerExpired(), now + LATE_S + 0.001), ev.FinishFetch)
+    assert reasons(finish) == [MissReason.STALLED] * 2 and finish.wait_lost_s <= STALL_S + LATE_S + 0.001
 
 
 def test_a_holder_that_fell_silent_is_asked_again_at_its_first_word_while_there_is_patience() -> None:
