@@ -144,7 +144,8 @@ class Roles:
 @dataclass(frozen=True, slots=True)
 class Rag:
     """Questions over documents: each brings `per_question` of `documents` documents (300 to 1,500 tokens, Zipf-distributed)
-    to `readers` agents, in an order of their own."""
+    to `readers` agents, in an order of their own. `handed_on`: the first of them answers before the others are asked, as when
+    one agent looks something up and hands it to others."""
 
     agents: int
     tasks_per_s: float
@@ -152,6 +153,7 @@ class Rag:
     per_question: int = 3
     exponent: float = 1.0
     readers: int = 1
+    handed_on: bool = False
     agent_exponent: float = 0.0
     question_tokens: int = 30
     answer_tokens: int = 60
@@ -170,7 +172,8 @@ class Rag:
                 order = rng.sample(chosen, len(chosen))
                 texts = [Part(f"document {document}", lengths[document]) for document in order]
                 question = Part(f"question {number}", self.question_tokens)
-                steps.append(Step(agent, (self.roles.part(agent), *texts, question), self.answer_tokens))
+                after = (0,) if self.handed_on and steps else ()
+                steps.append(Step(agent, (self.roles.part(agent), *texts, question), self.answer_tokens, after))
             yield Task(at_s, tuple(steps), f"question {number}")
 
 

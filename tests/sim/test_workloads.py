@@ -60,6 +60,13 @@ def test_questions_share_documents_and_nothing_else() -> None:
     assert len(set(documents)) < len(documents) and len(set(questions)) == len(questions)
 
 
+def test_what_is_handed_on_is_read_by_the_others_when_the_first_has_answered() -> None:
+    for task in some(w.Rag(agents=5, tasks_per_s=1.0, readers=4, handed_on=True), 10):
+        assert [step.after for step in task.steps] == [(), (0,), (0,), (0,)]
+        assert len({step.agent for step in task.steps}) == 4
+    assert all(not step.after for task in some(w.Rag(agents=5, tasks_per_s=1.0, readers=4), 10) for step in task.steps)
+
+
 def test_in_a_debate_everybody_reads_everybody_from_the_second_round_on() -> None:
     (task,) = some(w.Mathematics(agents=4, tasks_per_s=1.0), 1)
     first, second = task.steps[:4], task.steps[4:]
