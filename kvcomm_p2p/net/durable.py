@@ -87,8 +87,10 @@ class NodeLife:
     def save(self, state: SaveState, keys: Sequence[bytes] = ()) -> None:
         """Keep this; counters never fall, whatever the order of calls. `keys`: CURVE keys of who listens at the addresses, in
         their order (none: as before, where the addresses are). Blocks on the disk; a disk that fails is logged."""
+        if not self.is_kept:  # in a forked child the lock may never be free
+            return
         with self._mutex:
-            if self._path is None or not self.is_kept:
+            if self._path is None:
                 return
             epoch, incarnation = max((self._saved.epoch, self._saved.incarnation), (state.epoch, state.incarnation))
             addresses = state.addresses[:ADDRESSES_MAX]
@@ -105,8 +107,10 @@ class NodeLife:
 
     def save_erasures(self, packed: bytes) -> None:
         """Keep these erasures in place of those before. Blocks on the disk; a disk that fails is logged."""
+        if not self.is_kept:
+            return
         with self._mutex:
-            if self._path is None or not self.is_kept:
+            if self._path is None:
                 return
             try:
                 write_erasures(self._path.with_suffix(SUFFIX), self._erasing_key, packed)

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from keyed_nodes import KeyedNode, allowed
@@ -68,8 +69,7 @@ def alice() -> Iterator[KeyedNode]:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_every_wrong_field_ends_the_connection_and_nothing_else(alice: KeyedNode) -> None:
@@ -118,7 +118,7 @@ def ended(stream: socket.socket) -> bool:
 
 def test_a_thousand_wrong_handshakes_leave_no_descriptor(alice: KeyedNode) -> None:
     def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
     before = descriptors()
     wrong = [content for name, content in HANDSHAKES.items() if "HELLO" in name]
