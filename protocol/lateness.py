@@ -15,6 +15,10 @@ LATE_S = 0.02
 """A timer that rings later than this was held up: bytes may be waiting to be read, so nobody is given up in that moment."""
 
 
+TROUBLE_S = 1.0
+"""For so long after a late awakening this node knows that it may be behind with reading."""
+
+
 class Lateness:
     """Sees from `now` and from when this node wanted to be woken how long it did not run.
 
@@ -24,6 +28,7 @@ class Lateness:
 
     def __init__(self) -> None:
         self._ran_at = -math.inf
+        self._late_at = -math.inf
         self._graced = False
         self.judges_at = -math.inf
 
@@ -40,9 +45,14 @@ class Lateness:
         if late_s <= LATE_S:
             self._graced = self._graced and now <= self.judges_at
             return 0.0
+        self._late_at = now
         if not self.grace(now):
             self.judges_at, self._graced = now, False
         return late_s
+
+    def in_trouble(self, now: float) -> bool:
+        """Whether this node did not come to run in time a moment ago."""
+        return now - self._late_at <= TROUBLE_S
 
     def grace(self, now: float) -> bool:
         """Nobody is to be given up yet, since this node comes late. False: that was so last time, too; it does not count."""

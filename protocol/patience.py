@@ -121,10 +121,10 @@ class Patience:
 
     def _look_for_life(self, pull: PullState, now: float) -> None:
         """If its holder said anything since, it is slow and not frozen, and its silence counts from there. Only of one that
-        has answered since the request began, so that it can (its bulk connection may be dead and the other not); and for no
-        longer than a crowd is worth waiting in."""
+        has answered since the request began, so that it can (its bulk connection may be dead and the other not), or if this
+        node is behind itself; and for no longer than a crowd is worth waiting in."""
         heard_at = self._sources.heard_at(pull.holder)
-        spoke_at = self._table.spoke_at.get(pull.holder, -math.inf)
+        spoke_at = math.inf if self._lateness.in_trouble(now) else self._table.spoke_at.get(pull.holder, -math.inf)
         patient = [fetch for fetch in pull.waiting() if spoke_at >= fetch.started_at and fetch.is_patient(now)]
         if heard_at > pull.progress_at and patient:
             pull.progress_at = heard_at
