@@ -60,4 +60,4 @@ def test_the_scenarios_own_ablations_are_the_default_and_unknown_parts_are_refus
     told = ablate("--set", 'ablations=["provenance"]', "--seeds", "1", "--jobs", "1", "--json")
     kept = json.loads(told[told.index("{") :])
     assert {row["case"] for row in kept["rows"]} == {"tiny: peers (this protocol)", "tiny: peers, without provenance"}
-    assert "'gossip' is unknown" in ablate("--without", "gossip", code=2)
+    assert "'gossip' is unknown" in ablate("--without", "gossip", code=1)
