@@ -28,7 +28,7 @@ RULES = ReuseRules(approximate=True, reason="", kl_target=1.0, kl_max=2.0, int8_
 SLOW: dict[str, Any] = {
     "name": "slow",
     "agents": 4,
-    "duration_s": 120.0,
+    "duration_s": 60.0,
     "updates": 0,
     "workload": {"kind": "rag", "tasks_per_s": 0.3, "documents": 4, "readers": 1},
     "network": {"inside": "dsl", "loss": 0.0},
@@ -48,14 +48,15 @@ def int8_frames(simulation: Simulation) -> int:
     return simulation.world.frames["EncodedBlock"]
 
 
-def test_on_slow_links_agents_ask_for_int8_and_reuse_more() -> None:
+def test_on_slow_links_agents_ask_for_int8_where_raw_blocks_are_not_worth_their_way() -> None:
     auto, with_int8 = simulate()
     raw, without = simulate(wire_encoding="raw")
     assert int8_frames(auto) > 0 and int8_frames(raw) == 0
     assert with_int8.violations == without.violations == 0 and with_int8.unanswered == 0
-    more, less = summarize(with_int8), summarize(without)
-    assert more.reused > less.reused
-    assert more.ttft_p50_s <= less.ttft_p50_s
+    assert summarize(with_int8).reused > summarize(without).reused
+    pairs = zip(with_int8.outcomes, without.outcomes, strict=True)
+    helped = [(encoded, raw) for encoded, raw in pairs if encoded.reused and raw.covered and not raw.reused]
+    assert helped and all(encoded.pulled_bytes and encoded.ttft_s < 0.7 * raw.ttft_s for encoded, raw in helped)
 
 
 def test_nothing_travels_as_int8_where_links_are_fast_or_its_divergence_was_not_measured() -> None:
@@ -119,7 +120,9 @@ def test_blocks_are_encoded_by_two_threads_once_and_sent_in_the_order_in_which_t
     assert encoders.ready_at(holder, block(2), 0.0) == 3.0, "ready after a second, but not before the first"
     assert encoders.ready_at(holder, block(1, 3000), 4.0) == 4.0, "kept"
     holder.generation += 1
-    assert encoders.ready_at(holder, block(1, 3000), 10.0) == 13.0, "what a machine encoded is gone when it starts again"
+    assert encoders.ready_at(holder, block(1, 3000), 10.0) == 13.0, (
+        "what a machine encoded is gone when it starts again"
+    )
 
 
 def test_encoded_blocks_are_kept_within_a_bound_the_latest_asked_for() -> None:
