@@ -32,7 +32,7 @@ def test_a_herd_serves_itself_over_links(inside: str) -> None:
         assert 1.0 <= herd.copies <= 6.0 and herd.last_s <= 6.0 * herd.alone_s
 
 
-def test_without_passing_on_the_origin_sends_every_copy() -> None:
+def test_without_passing_on_every_puller_costs_the_origin_a_copy() -> None:
     for herd in seen(agents=6, **{"protocol.passing_on_bytes_max": 1}):
         assert herd.copies == 5.0
 
