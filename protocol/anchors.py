@@ -106,7 +106,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnchorMeta:
-    """What gossip spreads about one anchor: about 210 bytes for 512 tokens. Never holds tokens or KV.
+    """What gossip spreads about one anchor: about 190 bytes for 512 tokens. Never holds tokens or KV.
 
     `start` and `end` are positions in the sequence in which the KV was computed; `start` lies on the block grid.
     `chain_end` is the chain hash at `end`, empty unless every token of [0, end) is exact (`hops == 0`) and `end` lies

@@ -17,7 +17,8 @@ INDEX_ROW_BYTES = 1800
 docs/decisions/0021-directory.md)."""
 
 LOG_ENTRY_BYTES = 300
-"""What one change of one anchor costs a node of a full index: about 210 bytes, a third of them received twice."""
+"""What one change of one anchor costs a node of a full index, roughly: an entry of about 190 bytes, later its deletion, what
+they come in, and telling who lacks them (docs/decisions/0023-scale.md)."""
 
 SETTLE_S = 5.0
 """Seconds after which news of members, and what follows from them, has reached everybody: membership spreads within 2 s."""
