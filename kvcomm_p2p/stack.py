@@ -24,8 +24,8 @@ from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.model.spec import ModelSpec
 from kvcomm_p2p.model.threads import helper_pool
 from kvcomm_p2p.net.driver import Driver, DriverStats
-from kvcomm_p2p.net.durable import open_life
-from kvcomm_p2p.net.gate import curve_keys, open_gate
+from kvcomm_p2p.net.durable import NodeLife, open_life
+from kvcomm_p2p.net.gate import Gate, curve_keys, open_gate
 from kvcomm_p2p.net.keys import ClusterKeys, load_cluster_keys
 from kvcomm_p2p.net.limits import require_descriptors
 from kvcomm_p2p.net.recorded_nodes import RecordedNode
@@ -304,22 +304,13 @@ def build_stack(
     if not isinstance(runner, ModelRunner):
         runner = ModelRunner.load(runner, dtype=dtype, cache_dir=settings.cache_dir)
     spec = runner.spec
-    identity = gate.identity
-    given_id = None if identity is None else identity.public.node_id(name)
-    life = open_life(settings.state_dir, settings.cluster, name, given_id, erasing_key=keys.erasing)
-    gate.remember(life.addresses, life.keys)
+    life = next_life(name, settings, gate, keys)
     node_id = life.node_id
-    if identity is not None:
-        life.sign = partial(signed_record, identity)
     tags = tuple(sorted({group_tag(group, keys.content) for group in groups}))
     host = host_tag(keys.content) if settings.shared_memory else b""
     layout = wire_layout(spec, settings)
     recorder = make_recorder(settings, name, node_id)
-    before: dict[str, Any] = {
-        "incarnation": life.incarnation,
-        "addresses": life.addresses,
-        "erasures": life.erasures,
-    }
+    before: dict[str, Any] = life.before
 
     def make_node(addresses: Addresses, now: float) -> Node:
         me = MemberRecord(
@@ -359,6 +350,18 @@ def build_stack(
         raise
     stack.recorder = recorder
     return stack
+
+
+def next_life(name: str, settings: Settings, gate: Gate, keys: ClusterKeys) -> NodeLife:
+    """What outlives the process of this agent, and signs its records if it has an identity; `gate` learns whose the addresses are
+    that it had. Raises NameTakenError, ConfigError."""
+    identity = gate.identity
+    given_id = None if identity is None else identity.public.node_id(name)
+    life = open_life(settings.state_dir, settings.cluster, name, given_id, erasing_key=keys.erasing)
+    gate.remember(life.addresses, life.keys)
+    if identity is not None:
+        life.sign = partial(signed_record, identity)
+    return life
 
 
 def wire_layout(spec: ModelSpec, settings: Settings) -> KVLayout | None:

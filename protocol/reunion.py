@@ -15,6 +15,9 @@ from kvcomm_p2p.protocol.messages import Hello
 RECONTACT_S_MIN = 1.0
 """Mean seconds between attempts to reach a seed or a dead peer while nobody is alive, and at least otherwise."""
 
+FIRST_S = 0.1
+"""Mean seconds until the first attempt, of a node that knows where its peers were."""
+
 ADDRESSES_SAVED_MAX = 64
 ADDRESSES_SAVED_S = 5.0
 """Seconds between savings of where peers are, at least."""
@@ -43,7 +46,7 @@ class Reunion:
         self._holders: tuple[NodeId, ...] = ()
         self._save_at = now
         self._look_at = now
-        self._recontact_at = now + self._jittered(RECONTACT_S_MIN if addresses else config.recontact_s)
+        self._recontact_at = now + self._jittered(FIRST_S if addresses else config.recontact_s)
 
     def recontact(self, now: float) -> list[Effect]:
         """Partitions merge because somebody asks a seed or a dead peer every now and then: each about once in

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -83,6 +83,11 @@ class NodeLife:
     def is_kept(self) -> bool:
         """Whether anything is written; not in a child that was forked either."""
         return self._path is not None and os.getpid() == self._pid
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """What `protocol.node.Node` is given of its earlier lives."""
+        return {"incarnation": self.incarnation, "addresses": self.addresses, "erasures": self.erasures}
 
     def save(self, state: SaveState, keys: Sequence[bytes] = ()) -> None:
         """Keep this; counters never fall, whatever the order of calls. `keys`: CURVE keys of who listens at the addresses, in

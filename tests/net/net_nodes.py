@@ -65,8 +65,7 @@ class TestNode:
             )
             if life is None:
                 return Node(config, me=me, rng=rng, now=now)
-            before = {"incarnation": life.incarnation, "addresses": life.addresses, "erasures": life.erasures}
-            return Node(config, me=me, rng=rng, now=now, **before)
+            return Node(config, me=me, rng=rng, now=now, **life.before)
 
         self.store = BlockStore(shared)
         self.driver = Driver(make, transport, self.store, keys, life=life, layout=layout)

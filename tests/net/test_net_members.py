@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_lies_about_a_node_cost_it_no_queue_of_writes(tmp_path: Path, monkeypatc
     life = open_life(tmp_path, "default", "a")
     writing, written, go_on = threading.Event(), [], threading.Event()
 
-    def slowly(state: SaveState) -> None:
+    def slowly(state: SaveState, keys: Sequence[bytes]) -> None:
         written.append(state.incarnation)
         writing.set()
         assert go_on.wait(5.0)

@@ -198,7 +198,7 @@ def test_other_bytes_are_refused_or_harmless(data: st.DataObject) -> None:
 
 
 def test_a_flood_of_comparisons_is_answered_within_bounds() -> None:
-    """Ids that nobody has, over and over: each question costs one short answer at most, and nothing is remembered."""
+    """Ids that nobody has, over and over: one answer a second, and nothing is remembered."""
     network, ids = joined(2)
     network.handle(ids[0], ev.EraseRequested(tuple(erasure(n) for n in range(50)), everywhere=True))
     network.run(0.2)
@@ -207,7 +207,7 @@ def test_a_flood_of_comparisons_is_answered_within_bounds() -> None:
     for _ in range(100):
         effects = network.nodes[ids[0]].handle(ev.MessageReceived(ids[1], question), network.now)
         answers += [effect for effect in effects if isinstance(effect, ev.SendMessage)]
-    assert len(answers) <= 200
+    assert 1 <= len(answers) <= 2
     assert all(len(e.message.erasures) <= ERASURES_PER_MESSAGE_MAX for e in answers if isinstance(e.message, Forget))
     assert len(network.nodes[ids[0]]._custody.erasing) == 50
 
