@@ -167,7 +167,7 @@ class Rag:
         for number, at_s in enumerate(_arrivals(rng, self.tasks_per_s)):
             chosen = drawn(rng, weights, self.per_question)
             readers = drawn(rng, agent_weights, self.readers)
-            steps = []
+            steps: list[Step] = []
             for agent in readers:
                 order = rng.sample(chosen, len(chosen))
                 texts = [Part(f"document {document}", lengths[document]) for document in order]

@@ -256,7 +256,7 @@ MUTATIONS: dict[str, dict[str, Any]] = {
     },
     "repaired copies travel as int8": {"planning.travel.HOPS_PUBLISHED_MAX": 2, "planning.plan.HOPS_PUBLISHED_MAX": 2},
     "exact blocks travel as int8": {
-        "reuse.pulling.encoded_blocks": lambda spans: encoded_blocks(
+        "planning.fetches.encoded_blocks": lambda spans: encoded_blocks(
             [replace(span, encoded=True) for span in spans if any(each.encoded for each in spans)]
         )
     },
