@@ -34,9 +34,11 @@ def telling_failures(scenario: Scenario, *, shrink: bool, every: int) -> Iterato
         tell_failure(scenario, rules_of(scenario), shrink=shrink, every=every)
 
 
-def tell_failure(scenario: Scenario, rules: ReuseRules, *, shrink: bool, every: int, into: Path = Path()) -> NoReturn:
-    """Find out how small a scenario can be that breaks what this one does, write it beside, say how to see it again and what led
-    there; ends the command with the exit code of a bug of ours."""
+def tell_failure(
+    scenario: Scenario, rules: ReuseRules, *, shrink: bool, every: int, into: Path | None = None
+) -> NoReturn:
+    """Find out how small a scenario can be that breaks what this one does, write it down, say how to see it again and what led
+    there; ends the command with the exit code of a bug of ours. Without `shrink` only what has a folder is written down."""
     from kvcomm_p2p.sim.failing import check, retell
 
     failure = check(scenario, rules, every=every)
@@ -46,11 +48,11 @@ def tell_failure(scenario: Scenario, rules: ReuseRules, *, shrink: bool, every: 
             ExitCode.INTERNAL,
         )
     smallest, failure = reduced(scenario, rules, failure, every) if shrink else (scenario, failure)
-    path = written(smallest, failure, into)
+    say(f"rule: {failure.broken.rule}")
+    if shrink or into is not None:
+        path = shlex.quote(str(written(smallest, failure, into or Path())))
+        say(f"see it again: kvcomm sim run {path} --every {every} --no-shrink")
     again = retell(smallest, rules, every=every)
-    say(
-        f"rule: {failure.broken.rule}. See it again: kvcomm sim run {shlex.quote(str(path))} --every {every} --no-shrink"
-    )
     if again is not None:
         _, story = again
         left_out = f", {story.left_out} earlier ones left out" if story.left_out else ""

@@ -116,11 +116,9 @@ class PeerFabric:
 
     def sleep(self, seconds: float) -> Promise[None]:
         promise: Promise[None] = Promise()
-        generation = self._machine.generation
-        self._world.at(
-            self._world.now + seconds,
-            lambda: promise.resolve(None) if self._machine.generation == generation else None,
-        )
+        # Not in another life of the process, and, as long as it is frozen, not yet.
+        wake = self._world.delivery(self._machine, lambda: promise.resolve(None))
+        self._world.at(self._world.now + seconds, wake)
         return promise
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:

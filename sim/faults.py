@@ -18,11 +18,11 @@ from kvcomm_p2p.sim.world import World
 
 @dataclass(slots=True)
 class Faults:
-    """Carries out faults. `seed_address`: where who comes back joins. `returned` is told of nodes that came back."""
+    """Carries out faults. `seeds`: where who comes back joins, if anywhere. `returned` is told of nodes that came back."""
 
     world: World
     rng: random.Random
-    seed_address: Callable[[SimNode], str]
+    seeds: Callable[[SimNode], list[str]]
     returned: Callable[[SimNode], None] = lambda machine: None
 
     def begin(self, fault: FaultSpec) -> None:
@@ -35,7 +35,7 @@ class Faults:
             if fault.for_s:
                 world.at(end_s, self._lose_no_more)
         elif fault.kind == "partition":
-            self._cut(hit, end_s)
+            self._cut(hit, end_s, fault.one_way)
         elif fault.kind == "churn":
             self._churn(fault, hit, end_s)
         else:
@@ -60,12 +60,13 @@ class Faults:
         if fault.kind in ("crash", "restart"):
             world.crash(machine)
             if fault.kind == "restart" or fault.for_s:
-                world.at(end_s, lambda: self.bring_back(machine, fault.keeps_state))
+                world.at(end_s, lambda: self.bring_back(machine, fault))
         elif fault.kind == "leave":
-            world.stop(machine)
+            if not machine.frozen:  # a process that stands still cannot say goodbye
+                world.stop(machine)
         elif fault.kind == "freeze":
             world.freeze(machine)
-            world.at(end_s, lambda: world.thaw(machine) if machine.up else None)
+            world.at(end_s, lambda: world.thaw(machine) if machine.up and machine.frozen else None)
         elif fault.kind == "slow":
             world.links.slow_down(machine.number, fault.factor)
             world.note(machine, f"has 1/{fault.factor:g} of its bandwidth")
@@ -75,14 +76,15 @@ class Faults:
         self.world.links.slow_down(machine.number, 1.0)
         self.world.note(machine, "has its bandwidth again")
 
-    def _cut(self, hit: list[SimNode], end_s: float) -> None:
+    def _cut(self, hit: list[SimNode], end_s: float, one_way: bool) -> None:
         links = self.world.links
         inside = frozenset(machine.number for machine in hit)
         outside = frozenset(range(len(self.world.nodes))) - inside
-        cuts = [Cut(inside, outside), Cut(outside, inside)]
+        cuts = [Cut(inside, outside)] if one_way else [Cut(inside, outside), Cut(outside, inside)]
         self.world.disturbed |= {machine.node_id for machine in self.world.nodes}
         links.cuts += cuts
-        self.world.note(None, f"{', '.join(machine.name for machine in hit)} are cut off from the others")
+        how = "do not reach the others" if one_way else "are cut off from the others"
+        self.world.note(None, f"{', '.join(machine.name for machine in hit)} {how}")
 
         def heal() -> None:
             links.cuts = [cut for cut in links.cuts if not any(cut is mine for mine in cuts)]
@@ -96,20 +98,24 @@ class Faults:
         machine = self.rng.choice(hit)
         if machine.up:
             self.world.crash(machine)
-            self.world.at(self.world.now + fault.every_s, lambda: self.bring_back(machine, fault.keeps_state))
+            self.world.at(self.world.now + fault.every_s, lambda: self.bring_back(machine, fault))
         self.world.at(self.world.now + fault.every_s, lambda: self._churn(fault, hit, end_s))
 
-    def bring_back(self, machine: SimNode, keeps_state: bool) -> None:
-        """Start a crashed node again and let it join. With state it is who it was, in its next epoch; without, a new node at
-        the same address."""
+    def bring_back(self, machine: SimNode, fault: FaultSpec) -> None:
+        """Start a crashed node again and let it join. With state it is who it was, in its next epoch, or in the same again where
+        that is rolled back; without, a new node at the same address."""
         if machine.up:
             return
         me: MemberRecord = machine.node.me
-        if keeps_state:
+        if fault.keeps_state and fault.rolled_back:
+            record = me
+            self.world.rolled_back.add((me.node_id, me.epoch))
+        elif fault.keeps_state:
             record = msgspec.structs.replace(me, epoch=me.epoch + 1)
         else:
             record = msgspec.structs.replace(me, node_id=NodeId(self.rng.randbytes(NODE_ID_BYTES)), epoch=1)
         self.world.restart(machine, record)
-        if not machine.alone:
-            self.world.join(machine, self.seed_address(machine))
+        seeds = [] if machine.alone else self.seeds(machine)
+        if seeds:
+            self.world.join(machine, *seeds)
         self.returned(machine)

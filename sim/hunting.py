@@ -124,7 +124,9 @@ def _fault(rng: random.Random, agents: int, duration_s: float) -> dict[str, Any]
         "kind": kind,
         "at_s": round(rng.random() * duration_s * 0.8, 1),
         "for_s": round(rng.choice((0.05, 1.0, 5.0, 12.0)) * (0.5 + rng.random()), 2),
-        "keeps_state": rng.random() < 0.5,
+        "keeps_state": rng.random() < 0.6,
+        "rolled_back": rng.random() < 0.3,
+        "one_way": rng.random() < 0.3,
     }
     if kind == "loss":
         return {**fault, "loss": rng.choice((0.2, 0.5, 1.0))}

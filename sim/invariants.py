@@ -151,14 +151,15 @@ class Invariants:
     def _check_saved(self, machine: SimNode, effect: ev.SaveState) -> None:
         key, saved = (machine.number, machine.node_id), (effect.epoch, effect.incarnation)
         before = self._saved.get(key, saved)
-        if saved < before:
+        if saved < before and (machine.node_id, effect.epoch) not in self.world.rolled_back:
             what = f"took back its own epoch and incarnation: {before} became {saved}"
             raise self.world.broken("own numbers", machine, what, (machine.node_id,))
         self._saved[key] = saved
 
     def _check_own_log(self, machine: SimNode) -> None:
         log = machine.node.log_of(machine.node_id)
-        wrong = "" if log is None else self._truth.wrote(machine.node_id, log)
+        one = log is not None and (machine.node_id, log.epoch) not in self.world.rolled_back
+        wrong = self._truth.wrote(machine.node_id, log) if log is not None and one else ""
         if wrong:
             raise self.world.broken("own numbers", machine, wrong, (machine.node_id,))
 
@@ -198,7 +199,7 @@ class Invariants:
         epoch, incarnation, state, log_seq = self._known.get(key, (0, 0, "alive", 0))
         now = (peer.epoch, peer.incarnation, peer.state, peer.log_seq)
         same = peer.epoch == epoch
-        shorter = same and peer.log_seq < log_seq and not self._may_forget(machine, state, peer.state)
+        shorter = same and peer.log_seq < log_seq and not self._may_forget(machine, peer, state)
         stale = same and (state == "left" or peer.incarnation == incarnation) and _ORDER[peer.state] < _ORDER[state]
         if shorter or stale or peer.epoch < epoch or (same and peer.incarnation < incarnation):
             told = f"epoch, incarnation, state and log {(epoch, incarnation, state, log_seq)} became {now}"
@@ -208,13 +209,16 @@ class Invariants:
             )
         self._known[key] = now
 
-    @staticmethod
-    def _may_forget(machine: SimNode, *states: str) -> bool:
-        """Logs of who left, and of the dead after a while, are forgotten; a node that asks owners of shards keeps none."""
-        return any(state in ("dead", "left") for state in states) or machine.node.stats().sharded
+    def _may_forget(self, machine: SimNode, peer: PeerView, state: str) -> bool:
+        """Logs of who left, and of the dead after a while, are forgotten, and those of an epoch with two logs thrown away; a node
+        that asks owners of shards keeps none."""
+        gone = state in ("dead", "left") or peer.state in ("dead", "left")
+        return gone or (peer.node_id, peer.epoch) in self.world.rolled_back or machine.node.stats().sharded
 
     def _check_log(self, machine: SimNode, peer: PeerView) -> None:
         log = machine.node.log_of(peer.node_id)
+        if log is not None and (peer.node_id, log.epoch) in self.world.rolled_back:
+            return
         wrong, anchor_id = ("", None) if log is None else self._truth.compare(machine.node_id, peer.node_id, log)
         if wrong:
             about = (peer.node_id,) if anchor_id is None else (peer.node_id, anchor_id)

@@ -33,7 +33,8 @@ class LogTruth:
         self._right: dict[tuple[NodeId, NodeId], tuple[int, int, int]] = {}
 
     def wrote(self, origin: NodeId, log: OriginLog) -> str:
-        """The origin's own log as it is now. Returns what is wrong with it, "" if nothing is."""
+        """The origin's own log as it is now. Returns what is wrong with it, "" if nothing is. Not for an epoch that the origin
+        began twice, of which there is no one truth."""
         written = self._written.setdefault((origin, log.epoch), _Written())
         if log.max_seq == written.seq:
             return ""

@@ -26,6 +26,9 @@ SEEDS_TRIED = 3
 TASKS_MAX = 512
 """Of more tasks than this single ones are not left out: first time has to become shorter."""
 
+NAMED_MAX = 4
+"""In place of a share of all agents, one of so many is tried."""
+
 Written = dict[str, Any]
 Breaks = Callable[[Scenario], Failure | None]
 
@@ -77,9 +80,10 @@ def _tried(candidate: Scenario, breaks: Breaks) -> Failure | None:
 
 def told_size(scenario: Scenario) -> str:
     """For people: what makes a scenario large."""
-    tasks = f"{len(scenario.only_tasks)} tasks" if scenario.only_tasks else str(scenario.workload.get("kind", "none"))
-    faults = len(scenario.faults)
-    return f"{scenario.agents} agents, {scenario.duration_s:g} s, {faults} faults, workload {tasks}"
+    tasks = f"tasks of it {len(scenario.only_tasks)}" if scenario.only_tasks else "all of its tasks"
+    kind = scenario.workload.get("kind", "none")
+    workload = "no workload" if kind == "none" else f"workload {kind}, {tasks}"
+    return f"agents {scenario.agents}, seconds {scenario.duration_s:g}, faults {len(scenario.faults)}, {workload}"
 
 
 def _only_peers(scenario: Scenario) -> Scenario:
@@ -111,14 +115,27 @@ def _defaults(written: Written, failure: Failure) -> Iterator[Written]:
     for key, value in plain.items():
         if written[key] != value:
             yield {**written, key: value}
+    network = {**written["network"], "loss": 0.0, "duplication": 0.0, "reordering": 0.0}
+    if network != written["network"]:
+        yield {**written, "network": network}
+
+
+def _until(written: Written, failure: Failure) -> Iterator[Written]:
+    """Not much longer than until it shows: shorter still it is made when there are fewer who could show it."""
+    yield from _lasting(written, math.ceil(failure.after_s + 1))
 
 
 def _time(written: Written, failure: Failure) -> Iterator[Written]:
     """No longer than until it shows, then shorter."""
     duration_s = written["duration_s"]
     until_s = max(0.1, math.ceil(10 * failure.after_s + 1) / 10)
-    for shorter in (until_s, duration_s / 2, duration_s * 0.75, duration_s - 1):
-        shorter = round(shorter, 2)
+    yield from _lasting(written, until_s, duration_s / 2, duration_s * 0.75, duration_s - 1)
+
+
+def _lasting(written: Written, *durations_s: float) -> Iterator[Written]:
+    duration_s = written["duration_s"]
+    for shorter in durations_s:
+        shorter = round(float(shorter), 2)
         if 0.1 <= shorter < duration_s:
             yield {**written, "duration_s": shorter, "warmup_s": min(written["warmup_s"], shorter / 2)}
 
@@ -170,7 +187,7 @@ def _agents(written: Written, failure: Failure) -> Iterator[Written]:
 def _details(written: Written, failure: Failure) -> Iterator[Written]:
     """Of faults: fewer machines, sooner over; of the network: nothing lost, doubled or out of order, one site."""
     for place, fault in enumerate(written["faults"]):
-        for change in _milder(fault):
+        for change in _milder(fault, written["agents"]):
             faults = [*written["faults"]]
             faults[place] = {**fault, **change}
             yield {**written, "faults": faults}
@@ -183,10 +200,17 @@ def _details(written: Written, failure: Failure) -> Iterator[Written]:
             yield {**written, "network": {**network, key: round(network[key] / 2, 3)}}
 
 
-def _milder(fault: Written) -> Iterator[Written]:
+def _milder(fault: Written, agents: int) -> Iterator[Written]:
+    if fault["share"] and not fault["nodes"]:
+        for number in range(min(agents, NAMED_MAX)):
+            yield {"nodes": [number], "share": 0.0}
     for kept in _without_some(fault["nodes"]):
         if kept:
             yield {"nodes": kept}
+    for first in (1, 0):  # the lowest numbers, so that there may be fewer agents
+        lowest = list(range(first, first + len(fault["nodes"])))
+        if lowest < list(fault["nodes"]) and lowest[-1] < agents:
+            yield {"nodes": lowest}
     if fault["share"] and not fault["nodes"]:
         yield {"share": round(fault["share"] / 2, 3)}
     for key in ("for_s", "at_s"):
@@ -230,4 +254,4 @@ def _without_some(items: list[Any]) -> Iterator[list[Any]]:
         size = 0 if size == 1 else math.ceil(size / 2)
 
 
-_STEPS = (_defaults, _time, _faults, _agents, _tasks, _settings, _details)
+_STEPS = (_defaults, _until, _faults, _agents, _tasks, _time, _settings, _details)

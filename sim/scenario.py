@@ -97,8 +97,9 @@ class CentralSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class FaultSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Something that goes wrong `at_s`, for `for_s` seconds, to `nodes` of the agents (numbers), or to a `share` of them.
 
-    Who belongs to a share is drawn at random. partition: they are cut off from the others, both ways. churn: all through
-    `for_s`, one of them after the other crashes and returns, `every_s`.
+    Who belongs to a share is drawn at random. partition: they are cut off from the others, both ways, or `one_way`: what they
+    send is lost, what they are sent arrives. churn: all through `for_s`, one of them after the other crashes and returns,
+    `every_s`. Who returns with its state is in its next epoch, or, `rolled_back`, in the same again: its disk is older.
     """
 
     kind: Literal["crash", "restart", "freeze", "partition", "slow", "leave", "churn", "loss"]
@@ -109,6 +110,8 @@ class FaultSpec(Struct, frozen=True, forbid_unknown_fields=True):
     every_s: Annotated[float, Meta(ge=0.01)] = 1.0
     factor: Annotated[float, Meta(ge=1)] = 10.0
     keeps_state: bool = True
+    rolled_back: bool = False
+    one_way: bool = False
     loss: Share = 0.1
 
 

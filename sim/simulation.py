@@ -204,7 +204,7 @@ class Simulation:
 
     def _schedule_faults(self, origin_s: float) -> None:
         rng = random.Random(f"faults {self._seed}")  # the same agents are hit on every fabric
-        faults = Faults(self.world, rng, lambda machine: self._seeds(machine)[0], self._begin_anew)
+        faults = Faults(self.world, rng, lambda machine: self._seeds(machine)[:1], self._begin_anew)
         for fault in self.scenario.faults:
             if self.fabric == "peers" or fault.kind in AGENT_FAULTS:
                 self.world.at(origin_s + fault.at_s, lambda fault=fault: faults.begin(fault))  # type: ignore[misc]

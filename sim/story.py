@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.messages import Buckets, Dense, Ping, Pong, Syn
@@ -39,6 +39,7 @@ class _Line:
     at_s: float
     order: int
     text: str
+    times: int = 1
 
 
 def tell(world: World, history: History, broken: InvariantBroken, lines_max: int = LINES_MAX) -> Story:
@@ -49,7 +50,7 @@ def tell(world: World, history: History, broken: InvariantBroken, lines_max: int
     about = tuple(dict.fromkeys((*broken.about, *(world.nodes[number].node_id for number in concerned))))
     end = history.end(broken.number)
     past = history.past(end) if end is not None else []
-    told = [line for moment in past for line in _lines(world, moment, concerned, about, broken.about, names)]
+    told = _once([line for moment in past for line in _lines(world, moment, concerned, about, broken.about, names)])
     notes = [
         _Line(at_s, -1, f"{world.nodes[number].name if number >= 0 else 'the network:'} {what}")
         for at_s, number, what in world.notes
@@ -58,11 +59,22 @@ def tell(world: World, history: History, broken: InvariantBroken, lines_max: int
     kept = told[-max(1, lines_max - len(notes)) :]
     lines = sorted([*notes, *kept], key=lambda line: (line.at_s, line.order))
     return Story(
-        tuple(f"{line.at_s:12.6f} s  {line.text}" for line in lines),
+        tuple(f"{line.at_s:12.6f} s  {line.text}{f'  (× {line.times})' if line.times > 1 else ''}" for line in lines),
         tuple(world.nodes[number].name for number in sorted(concerned)),
         len(past),
         len(told) - len(kept),
     )
+
+
+def _once(lines: Sequence[_Line]) -> list[_Line]:
+    """What is said several times in a row, as by a network that doubles, is told once, with the first time."""
+    told: list[_Line] = []
+    for line in lines:
+        if told and told[-1].text == line.text:
+            told[-1] = replace(told[-1], times=told[-1].times + 1)
+        else:
+            told.append(line)
+    return told
 
 
 def _lines(

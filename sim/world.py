@@ -56,7 +56,8 @@ class World:
     down or frozen at some time: it is no error to take them for dead. `switched`: (when, number, whether on) of machines that
     stopped, crashed or were started again. `moment` numbers the event that is being handled (0: none is), `cause` is the one
     during which it was sent or asked for (0: nothing that a node did); `notes`: what was done to a machine (its number, -1: to
-    several), in words. `numbers`: the machine of every node that ever ran, by its id.
+    several), in words. `numbers`: the machine of every node that ever ran, by its id. `rolled_back`:
+    nodes that began twice in this epoch.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class World:
         self.payload_bytes_of: list[int] = []
         self.reports: list[tuple[float, int, ev.ReportPeer]] = []
         self.disturbed: set[NodeId] = set()
+        self.rolled_back: set[tuple[NodeId, int]] = set()
         self.switched: list[tuple[float, int, bool]] = []
         self.steps = 0
         self.moment = 0
@@ -249,7 +251,8 @@ class World:
             effects = machine.node.handle(event, self.now)
         except Exception as error:
             what = f"raised {type(error).__name__} when it was told {type(event).__name__}: {error}"
-            raise self.broken("raises", machine, what) from error
+            other = getattr(event, "sender", None) or getattr(event, "peer", None)
+            raise self.broken("raises", machine, what, (other,) if isinstance(other, bytes) else ()) from error
         for observer in self.observers:
             observer(machine.number, event, self.now, effects)
         for effect in effects:

@@ -150,7 +150,7 @@ def test_invariants_notice_what_breaks_them() -> None:
     simulation = Simulation(scenario(), "peers", load_table("llama-3.1-8b-h100"), RULES)
     Invariants(simulation.world, every=1)
     simulation.world.at(10.0, lambda: setattr(simulation.world.nodes[1], "config", tight(simulation)))
-    with pytest.raises(InvariantBroken, match="agent-1 has .* bytes in its pool, more than 1"):
+    with pytest.raises(InvariantBroken, match=r"agent-1 has .* bytes in its pool, more than 1"):
         simulation.run()
 
 
