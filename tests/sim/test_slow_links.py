@@ -138,13 +138,12 @@ def test_encoded_blocks_are_kept_within_a_bound_the_latest_asked_for() -> None:
 def test_a_route_takes_latency_and_what_its_link_is_slower_by() -> None:
     world, _ = machine()
     arrived: list[float] = []
-    route = Route(world, LinkProfile(latency_s=0.5, jitter_s=0.0, bytes_per_s=100.0), 1000.0)
-    route.up(1000, lambda: arrived.append(world.now))
-    route.down(1000, lambda: arrived.append(world.now))
-    route.down(1000, lambda: arrived.append(world.now))
+    route = Route(world, LinkProfile(latency_s=0.5, jitter_s=0.0, bytes_per_s=1e5), 1e6)
+    for way, size in ((route.up, 10**6), (route.down, 10**6), (route.down, 10**6), (route.down, 1000)):
+        way(size, lambda: arrived.append(world.now))
     world.run(60.0)
-    assert arrived == pytest.approx([9.5, 9.5, 18.5])
-    none = Route(world, LinkProfile(latency_s=0.5, jitter_s=0.0, bytes_per_s=1e9), 1000.0)
+    assert arrived == pytest.approx([0.509, 9.5, 9.5, 18.5]), "blocks one after the other, questions between them"
+    none = Route(world, LinkProfile(latency_s=0.5, jitter_s=0.0, bytes_per_s=1e9), 1e6)
     none.down(10**6, lambda: arrived.append(world.now))
     world.run(1.0)
     assert arrived[-1] == pytest.approx(60.5)
