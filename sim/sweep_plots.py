@@ -19,8 +19,8 @@ Runs = Sequence[Mapping[str, Any]]
 METRICS = {"ttft_p50_s": "median", "ttft_p99_s": "99th percentile"}
 NEWS_COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#000000")
 LINES = ("-", "--", ":", "-.")
-LOG_FROM = 6.0
-"""Values that differ by more than this factor get a logarithmic axis."""
+LOG_FROM = 3.0, 6.0
+"""Values that differ by more than this factor get a logarithmic axis: across, up."""
 
 
 def draw_sweep(name: str, over: Mapping[str, Sequence[Any]], runs: Runs, folder: Path) -> list[Path]:
@@ -97,18 +97,18 @@ def _panel(axes: Axes, key: str, runs: Runs, metric: str) -> None:
     _mark_crossing(axes, key, runs, metric)
     values = sorted({x for by_value in grouped.values() for x in by_value})
     seen = [value for by_value in grouped.values() for each in by_value.values() for value in each]
-    if values[0] > 0 and values[-1] / values[0] > LOG_FROM:
+    if values[0] > 0 and values[-1] / values[0] > LOG_FROM[0]:
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
-    if max(seen) > LOG_FROM * min(seen) > 0:
+    if max(seen) > LOG_FROM[1] * min(seen) > 0:
         axes.set_yscale("log")
         ticks = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
         axes.set_yticks([tick for tick in ticks if min(seen) / 1.5 <= tick <= 1.5 * max(seen)])
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(seen))
     axes.set(xlabel=key, ylabel="seconds")
 
 
