@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcomm_p2p.cli.sim import run as run_command
 from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.protocol.anchors import AnchorMeta, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
@@ -19,7 +21,7 @@ from kvcomm_p2p.protocol.origin_log import OriginLog, OwnLog
 from kvcomm_p2p.sim.broken import InvariantBroken
 from kvcomm_p2p.sim.cost_table import load_table
 from kvcomm_p2p.sim.faults import Faults
-from kvcomm_p2p.sim.invariants import Invariants
+from kvcomm_p2p.sim.invariants import EVERY, Invariants
 from kvcomm_p2p.sim.links import LAN, RETRANSMIT_S, LinkProfile, Links
 from kvcomm_p2p.sim.log_truth import LogTruth
 from kvcomm_p2p.sim.scenario import FaultSpec, check_scenario
@@ -109,6 +111,10 @@ def test_a_log_that_goes_back_is_noticed() -> None:
     _, truth = written(1, 2, 3)
     shorter, _ = written(1)
     assert "took back entries of its own log: 3 became 1" in truth.wrote(ORIGIN, shorter)
+
+
+def test_the_command_checks_as_often_as_a_study() -> None:
+    assert inspect.signature(run_command).parameters["every"].default == EVERY
 
 
 def test_what_broke_travels_between_processes() -> None:
