@@ -64,16 +64,15 @@ SIM_SWEEP = nice -n 10 $(BIN)/kvcomm sim sweep
 CORES_WAN = growing-cores --set network.inside=wan
 POOL = --fabric own --fabric central
 sim-sweeps: $(READY)
-	$(SIM_SWEEP) $(CORES_WAN) --over agents=8,16,32,48,64 --repeats 2 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-wan.json
-	$(SIM_SWEEP) growing-cores --over agents=64,128 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-lan.json
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=8,16,32,64 --repeats 2 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-wan.json
 	$(SIM_SWEEP) growing --over agents=16,32,64 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-gpu.json
-	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over central.interfaces=2,4 --fabric central --into build/sim \
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=64 --over central.interfaces=2,4 $(POOL) --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-wan-interfaces.json
-	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over central.lock_s=0.00005,0.001 --fabric central --into build/sim \
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=32 --over central.lock_s=0.00005,0.001 $(POOL) --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-wan-lock.json
-	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over workload.tasks_per_agent_s=0.03,0.09 $(POOL) --into build/sim \
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=32 --over workload.tasks_per_agent_s=0.03,0.09 $(POOL) --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-wan-rate.json
-	$(SIM_SWEEP) $(CORES_WAN) --over agents=16,32,64 --over workload.documents=20,160 $(POOL) --into build/sim \
+	$(SIM_SWEEP) $(CORES_WAN) --over agents=32 --over workload.documents=20,160 $(POOL) --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-wan-documents.json
 
 clean:
