@@ -52,8 +52,8 @@ def draw_compared(sweeps: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
     _require_matplotlib()
     from kvcomm_p2p.sim import sweep_plots
 
-    if all("curves" in each for each in sweeps):
-        made = sweep_plots.draw_news([(each["scenario"], each["curves"]) for each in sweeps], _made(folder))
+    if any("curves" in each for each in sweeps):
+        made = sweep_plots.draw_news([pair for each in sweeps for pair in _runs_of(each)], _made(folder))
         if not made:
             raise ConfigError("in none of these runs an update was followed: set updates, and simulate peers")
         return made
@@ -66,6 +66,21 @@ def draw_compared(sweeps: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
     if not any(summary["requests"] for runs in named.values() for run in runs for summary in run["summaries"]):
         raise ConfigError("these sweeps ask nobody anything: there is no first token to compare")
     return sweep_plots.draw_compared(keys.pop(), named, _made(folder))
+
+
+def _runs_of(kept: Mapping[str, Any]) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """(scenario, curves) of a run, or of each run of a sweep."""
+    from kvcomm_p2p.sim.scenario import put_key
+
+    if "curves" in kept:
+        return [(kept["scenario"], kept["curves"])]
+    pairs = []
+    for run in kept["runs"]:
+        scenario = json.loads(json.dumps(kept["scenario"]))
+        for key, value in run["changes"].items():
+            put_key(scenario, key, value)
+        pairs.append((scenario, run["curves"]))
+    return pairs
 
 
 def _called(sweep: Mapping[str, Any]) -> str:
