@@ -59,12 +59,14 @@ SIM_HUNT_SEED ?= 0
 sim-hunt: $(READY)
 	nice -n 10 $(BIN)/kvcomm sim hunt --runs $(SIM_HUNT_RUNS) --seed $(SIM_HUNT_SEED)
 
-# When is one central pool the bottleneck? Runs that are there already (build/sim) are not run again.
+# When is one central pool the bottleneck, and how news spread. Runs that are there already (build/sim) are not run again.
 SIM_SWEEP = nice -n 10 $(BIN)/kvcomm sim sweep
 CORES_WAN = growing-cores --set network.inside=wan
 POOL = --fabric own --fabric central
 sim-sweeps: $(READY)
 	$(SIM_SWEEP) $(CORES_WAN) --over agents=8,16,32,64 --repeats 2 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-wan.json
+	$(SIM_SWEEP) thousand --over agents=16,128 --over network.loss=0,0.1 --set duration_s=10 --into build/sim \
+		--save $(SIM_RESULTS)/sim-sweep-news.json
 	$(SIM_SWEEP) growing --over agents=16,32,64 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-gpu.json
 	$(SIM_SWEEP) $(CORES_WAN) --over agents=64 --over central.interfaces=2,4 $(POOL) --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-wan-interfaces.json
