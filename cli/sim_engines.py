@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 from kvcomm_p2p.errors import ConfigError
 
@@ -20,11 +22,11 @@ def executor_of(address: str | None) -> Iterator[Executor | None]:
         raise ConfigError(f"--engine {address!r}: write dask://HOST:PORT or ray://HOST:PORT")
     if scheme == "dask":
         try:
-            from dask.distributed import Client
+            connect: Any = import_module("distributed").Client  # it says no types
         except ImportError as error:
             raise ConfigError("a Dask engine needs its client: pip install 'kvcomm-p2p[dask]'") from error
         try:
-            client = Client(f"tcp://{place}", timeout="10s")
+            client = connect(f"tcp://{place}", timeout="10s")
         except (OSError, ValueError) as error:
             raise _nobody_there(address, error) from error
         with client:
