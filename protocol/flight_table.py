@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from kvcomm_p2p.protocol import racing
 from kvcomm_p2p.protocol.anchors import BlockHandle, Miss, MissReason
+from kvcomm_p2p.protocol.chunk_sizes import ChunkSizes
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.events import DropBlock, Effect, FoundBlock, MissedBlock, RetainBlock
 from kvcomm_p2p.protocol.flights import Fetch, Flight, FlightKey, PullState
@@ -14,8 +16,13 @@ from kvcomm_p2p.protocol.membership import Membership
 from kvcomm_p2p.protocol.messages import BLOCK_BYTES_MAX, PULL_BLOCKS_MAX, CancelPull
 from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.pace import Pace
+from kvcomm_p2p.protocol.peer_stats import PeerCounts
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
+
+PIECE_CHUNKS = 16
+"""A piece is no more chunks than this: over a slow link a large one would hold its place at the holder for seconds, and who
+waits for a turn gives up."""
 
 SHARED_PIECE_BYTES_MAX = PULL_BLOCKS_MAX * BLOCK_BYTES_MAX
 
@@ -29,7 +36,13 @@ class FlightTable:
     arrived."""
 
     def __init__(
-        self, config: NodeConfig, membership: Membership, sources: Sources, sharing: Sharing, onward: Onward
+        self,
+        config: NodeConfig,
+        membership: Membership,
+        sources: Sources,
+        sharing: Sharing,
+        onward: Onward,
+        counted: Callable[[NodeId], PeerCounts],
     ) -> None:
         self._config = config
         self._membership = membership
@@ -38,6 +51,7 @@ class FlightTable:
         self._onward = onward
         self._next_pull_id = 1
         self.pace = Pace(config.pull_piece_bytes)
+        self.chunks = ChunkSizes(config.pull_stall_timeout_s, counted)
         self.fetches: dict[int, Fetch] = {}
         self.pulls: dict[int, PullState] = {}
         self.flights: dict[FlightKey, Flight] = {}
@@ -81,7 +95,8 @@ class FlightTable:
                     free[holder] -= 1
                     pull = self.open(holder, [], now, encoded=flight.encoded)
                     # What stands in shared memory costs its holder nothing: no need to take turns.
-                    room = self.pace.piece_bytes(holder) if not pull.shared else SHARED_PIECE_BYTES_MAX
+                    piece_bytes = min(self.pace.piece_bytes(holder), PIECE_CHUNKS * pull.chunk_bytes)
+                    room = piece_bytes if not pull.shared else SHARED_PIECE_BYTES_MAX
                     fresh.append(pull)
                 open_pulls[slot] = pull, room - flight.want.kv_bytes
                 pull.flights.append(flight)
@@ -100,6 +115,7 @@ class FlightTable:
             raise KeyError("a pull from an unknown holder")
         shared = not encoded and self._sharing.asks(holder, now)
         pull = PullState(self._next_pull_id, holder, peer.record.bulk, flights, now, shared, began_at=now)
+        pull.chunk_bytes = self.chunks.of(holder)
         self._next_pull_id += 1
         self.pulls[pull.pull_id] = pull
         return pull

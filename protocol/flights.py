@@ -19,7 +19,15 @@ from kvcomm_p2p.protocol.events import (
     Want,
 )
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
-from kvcomm_p2p.protocol.messages import Credit, Encoding, Message, Pull, PullBlock, PullFailedReason
+from kvcomm_p2p.protocol.messages import (
+    CHUNK_BYTES_MAX,
+    Credit,
+    Encoding,
+    Message,
+    Pull,
+    PullBlock,
+    PullFailedReason,
+)
 
 FlightKey = tuple[BlockKey, int, bytes]
 """Block, size and digest: two fetches that were told different digests do not share a flight."""
@@ -188,7 +196,8 @@ class PullState:
     `progress_at`: when something useful last arrived, or waiting began. `current`: ordinal that arrives now, `begun`: bytes
     of it from this pull. `failed`: ordinals that the holder does not deliver. `received`, `credited`: bytes. `shared`: asks
     for blocks in shared memory. `rival`: the other pull of a race for the same blocks; `hedge`: this one began later.
-    `hedged`: since the last progress a rival was looked for. `began_at`: when it was opened.
+    `hedged`: since the last progress a rival was looked for. `began_at`: when it was opened. `chunk_bytes`: the largest chunk
+    that it asks for.
     """
 
     pull_id: int
@@ -206,6 +215,7 @@ class PullState:
     hedge: bool = False
     hedged: bool = False
     began_at: float = 0.0
+    chunk_bytes: int = CHUNK_BYTES_MAX
 
     def owes(self, ordinal: int) -> bool:
         """Whether the holder still has to send this block."""
@@ -248,7 +258,8 @@ class PullState:
         """The request to the holder."""
         blocks = tuple(_asked(flight) for flight in self.flights)
         encoding = Encoding.INT8 if self.flights[0].encoded else Encoding.RAW
-        return self.to_holder(Pull(self.pull_id, blocks, self._window(credit_bytes), encoding, self.shared))
+        window = self._window(credit_bytes)
+        return self.to_holder(Pull(self.pull_id, blocks, window, encoding, self.shared, self.chunk_bytes))
 
     def progressed(self, now: float) -> None:
         self.progress_at = now

@@ -111,17 +111,17 @@ class Node:
         self._onward = Onward(config)
         order = random.Random(me.node_id)
         ask = self._community.probes.ask
-        self._pulls = Pulls(config, self._members, self._penalties, self._sharing, self._onward, order, ask)
+        self._counted = stats = PeerStats(
+            lambda peer: self._members.get(peer) is not None,
+            self._penalties.left_s,
+            lambda: self._community.replicas.own.max_seq,
+        )
+        self._pulls = Pulls(config, self._members, self._penalties, self._sharing, self._onward, order, ask, stats.get)
         self._uploads = Uploads(config, self._pool, self._onward, self._members, self._sharing)
         self._tokens = TokenRequests(config, self._penalties)
         self._custody = Custody(config, me.node_id, rng, self._members, self._pool, self._onward, self._on_pool_change)
         self._custody.erasing.begin(erasures, find_stretches, now)
         self._shards = Shards(config, self._community, self._pool, self._penalties, rng, self._usable, now)
-        self._counted = PeerStats(
-            lambda peer: self._members.get(peer) is not None,
-            self._penalties.left_s,
-            lambda: self._community.replicas.own.max_seq,
-        )
         self._community.exchange.on_known = self._counted.knows
         self._messages: dict[str, int] = {}
         self._violations = 0

@@ -145,6 +145,7 @@ class Patience:
         """Nothing came for as long as may be waited. What it owed is asked of others, or of the same once it shows life, as
         far as those who want it have patience left."""
         since = pull.progress_at
+        self._table.chunks.stalled(pull.holder)
         # Otherwise it was not the holder who was impatient.
         self._sources.fell_silent(pull.holder, now, punish=now - since >= self._config.pull_stall_timeout_s / 2)
         lost = (since, now)

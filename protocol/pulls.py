@@ -39,6 +39,7 @@ from kvcomm_p2p.protocol.messages import (
 )
 from kvcomm_p2p.protocol.onward import Onward
 from kvcomm_p2p.protocol.patience import Patience
+from kvcomm_p2p.protocol.peer_stats import PeerCounts
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
@@ -62,13 +63,15 @@ class Pulls:
         onward: Onward,
         rng: random.Random,
         ping: Callable[[NodeId], list[Effect]],
+        counted: Callable[[NodeId], PeerCounts],
     ) -> None:
+        """`ping` asks a peer whether it lives; `counted`: what was exchanged with it otherwise."""
         self._config = config
         self._sharing = sharing
         self._penalties = penalties
         self._rng = rng
         self._sources = Sources(config, membership, penalties)
-        self._table = FlightTable(config, membership, self._sources, sharing, onward)
+        self._table = FlightTable(config, membership, self._sources, sharing, onward, counted)
         self._patience = Patience(config, self._table, self._sources, penalties, ping)
         self.woke = self._patience.woke
         self.next_deadline = self._patience.next_deadline
@@ -294,6 +297,7 @@ class Pulls:
         for pull in [pull for pull in self._table.pulls.values() if pull.holder == peer]:
             lost = (pull.progress_at, now) if pull.waits else None
             effects += self._table.end(pull, Miss(MissReason.UNREACHABLE), lost=lost, tell_holder=False)
+        self._table.chunks.forget(peer)
         return effects + self._table.schedule(now)
 
     # ---------------------------------------------------------------------------------------------------------- endings
@@ -309,6 +313,7 @@ class Pulls:
             half_way = (pull.progress_at + now) / 2
             if not self._sources.lived_since(loser.holder, half_way):
                 self._sources.fell_silent(loser.holder, now, punish=True)
+                self._table.chunks.stalled(loser.holder)
         effects, left = racing.win(pull, now)
         del self._table.pulls[loser.pull_id]
         for flight in left:
@@ -321,6 +326,8 @@ class Pulls:
         if pull.is_over:
             if not pull.failed:
                 self._table.pace.brought(pull.holder)
+                if not pull.shared:
+                    self._table.chunks.brought(pull.holder, pull.received, now - pull.began_at)
             effects += self._table.end(pull, None, tell_holder=False)
         return effects if pull.waits else effects + self._table.schedule(now)
 

@@ -286,7 +286,8 @@ class Uploads:
         self.sent_bytes += size
         self._bucket.take(size, now)
         shared = pull.shared and not block.offset and self._sharing.with_peer(peer)
-        return SendBlock(peer, pull.pull_id, ordinal, handle, block.kv_bytes, shared, block.offset, block.encoded_bytes)
+        sizes = block.offset, block.encoded_bytes, pull.chunk_bytes
+        return SendBlock(peer, pull.pull_id, ordinal, handle, block.kv_bytes, shared, *sizes)
 
     def _end(self, upload: _Upload) -> None:
         del self._running[upload.key]

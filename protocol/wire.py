@@ -20,9 +20,6 @@ HEADER_BYTES = len(MAGIC) + 1 + NODE_ID_BYTES
 CONTROL_FRAME_BYTES_MAX = 256 * 1024
 """Longest frame (header included) that `encode` makes and `decode` accepts."""
 
-CHUNK_BYTES_MAX = 4 * 1024 * 1024
-"""Longest payload that follows a Chunk header. The holder's driver splits blocks into pieces of at most this size."""
-
 
 class WireError(ValueError):
     """The bytes are not a frame that we understand. `str()` says why; nothing else is raised for bad input."""

@@ -19,9 +19,6 @@ from kvcomm_p2p.sim.machine import SimNode
 if TYPE_CHECKING:
     from kvcomm_p2p.sim.world import World
 
-CHUNK_BYTES = 1024 * 1024
-"""Blocks travel in pieces of this size: small enough that an interface is shared fairly."""
-
 SHARED_DESCRIPTOR, FIRST_PID, FIRST_FILE = 40, 100_000, 100_000
 """Numbers of open files, processes and inodes are about this large on a real machine; only their length on the wire matters."""
 
@@ -79,8 +76,8 @@ class BlockMoves:
 
     def _send_chunks(self, machine: SimNode, effect: ev.SendBlock, wire_bytes: int) -> None:
         world, target = self._world, self._world.node_of(effect.to)
-        for offset in range(effect.offset, wire_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, wire_bytes - offset)
+        for offset in range(effect.offset, wire_bytes, effect.chunk_bytes):
+            size = min(effect.chunk_bytes, wire_bytes - offset)
             header = Chunk(effect.pull_id, effect.ordinal, offset, size)
             world.payload_bytes_of[machine.number] += size
             world.links.enqueue(

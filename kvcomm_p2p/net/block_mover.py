@@ -27,7 +27,6 @@ from kvcomm_p2p.protocol.events import (
 )
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import PULL_BLOCKS_MAX, Chunk, EncodedBlock, SharedBlock, SharedBlocks
-from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX
 from kvcomm_p2p.store import BlockStore, Place, StaleHandle
 
 HASH_THREADS = 2
@@ -103,8 +102,8 @@ class BlockMover:
         self._send_chunks(effect, encoded.data)
 
     def _send_chunks(self, effect: SendBlock, data: memoryview) -> None:
-        for offset in range(effect.offset, data.nbytes, CHUNK_BYTES_MAX):
-            payload = data[offset : offset + CHUNK_BYTES_MAX]
+        for offset in range(effect.offset, data.nbytes, effect.chunk_bytes):
+            payload = data[offset : offset + effect.chunk_bytes]
             header = Chunk(effect.pull_id, effect.ordinal, offset, payload.nbytes)
             if not self._send_chunk(effect.to, header, payload):
                 self._counters.lost["Chunk"] += 1

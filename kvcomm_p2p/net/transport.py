@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX, CONTROL_FRAME_BYTES_MAX
+from kvcomm_p2p.protocol.messages import CHUNK_BYTES_MAX
+from kvcomm_p2p.protocol.wire import CONTROL_FRAME_BYTES_MAX
 
 FRAME_BYTES_MAX = CONTROL_FRAME_BYTES_MAX + 64
 """Longest frame that a transport carries (64 bytes are room for a seal)."""

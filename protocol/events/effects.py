@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvcomm_p2p.protocol.anchors import AnchorMeta, BlockHandle, BlockKey, Miss
 from kvcomm_p2p.protocol.ids import AnchorId, NodeId
 from kvcomm_p2p.protocol.lookup import LookupResult
-from kvcomm_p2p.protocol.messages import Message, RefusedReason, SharedBlock
+from kvcomm_p2p.protocol.messages import CHUNK_BYTES_MAX, Message, RefusedReason, SharedBlock
 
 
 class Plane(enum.Enum):
@@ -43,7 +43,7 @@ class SendBlock:
 
     `shared`: if they stand in memory that the peer can read, say where (SharedBlocks) instead. `offset`: the peer has so
     many of its first bytes already, send the rest. `encoded_bytes` above 0: send it as int8, an EncodedBlock first; `offset`
-    counts those bytes. BlockUnavailable where it does not come to so many.
+    counts those bytes. BlockUnavailable where it does not come to so many. `chunk_bytes`: no chunk is larger.
     """
 
     to: NodeId
@@ -54,6 +54,7 @@ class SendBlock:
     shared: bool = False
     offset: int = 0
     encoded_bytes: int = 0
+    chunk_bytes: int = CHUNK_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)

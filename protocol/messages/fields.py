@@ -39,6 +39,12 @@ MEMBERS_PER_MESSAGE_MAX = 1024
 DIGEST_ENTRIES_MAX = 4096
 DELTA_ENTRIES_MAX = 4096
 PULL_BLOCKS_MAX = 1024
+CHUNK_BYTES_MIN = 64 * 1024
+"""A puller may not ask for smaller chunks than this: each costs its holder a message."""
+
+CHUNK_BYTES_MAX = 4 * 1024 * 1024
+"""Longest payload that follows a Chunk header. The holder's driver splits blocks into pieces of at most this size."""
+
 POSITION_MAX = 2**24
 """Longest sequence, in tokens."""
 BLOCK_BYTES_MAX = 2**28

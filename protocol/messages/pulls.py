@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 
 from kvcomm_p2p.protocol.messages.fields import (
     BLOCK_BYTES_MAX,
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
     PULL_BLOCKS_MAX,
     REFERRALS_MAX,
     RETRY_AFTER_S_MAX,
@@ -56,7 +58,8 @@ class PullBlock(Struct, frozen=True, array_like=True):
 
 class Pull(Struct, frozen=True, array_like=True, tag=11):
     """Send me these blocks, in this order. `credit_bytes`: how much may be on the way before I say Credit. `shared`: the
-    holder may hand blocks over in shared memory instead of sending them.
+    holder may hand blocks over in shared memory instead of sending them. `chunk_bytes`: no chunk is to be larger, so that I
+    see them coming over a slow link.
 
     The block that crosses the limit is still sent whole, so a window smaller than a block cannot lock up.
     """
@@ -66,6 +69,7 @@ class Pull(Struct, frozen=True, array_like=True, tag=11):
     credit_bytes: SeqField
     encoding: Encoding = Encoding.RAW
     shared: bool = False
+    chunk_bytes: Annotated[int, Meta(ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)] = CHUNK_BYTES_MAX
 
     def __post_init__(self) -> None:
         encoded = self.encoding is not Encoding.RAW

@@ -27,7 +27,7 @@ from kvcomm_p2p.net.transport import Transport
 from kvcomm_p2p.net.zmq_transport import ZmqTransport
 from kvcomm_p2p.protocol.anchors import BlockKey, Miss, MissReason
 from kvcomm_p2p.protocol.events import AnchorTokens
-from kvcomm_p2p.protocol.wire import CHUNK_BYTES_MAX
+from kvcomm_p2p.protocol.messages import CHUNK_BYTES_MAX
 from kvcomm_p2p.store import BlockStore
 
 Make = Callable[..., Transport]

@@ -199,7 +199,15 @@ messages: st.SearchStrategy[m.Message] = st.one_of(
         age,
     ),
     st.builds(m.ShardAnswer, counter, st.booleans(), st.booleans(), st.lists(rows, max_size=3).map(tuple)),
-    st.builds(m.Pull, counter, st.lists(pull_blocks, min_size=1, max_size=5).map(tuple), st.integers(1, m.COUNTER_MAX)),
+    st.builds(
+        m.Pull,
+        counter,
+        st.lists(pull_blocks, min_size=1, max_size=5).map(tuple),
+        st.integers(1, m.COUNTER_MAX),
+        st.just(m.Encoding.RAW),
+        st.booleans(),
+        st.integers(m.CHUNK_BYTES_MIN, m.CHUNK_BYTES_MAX),
+    ),
     st.builds(
         m.Pull,
         counter,

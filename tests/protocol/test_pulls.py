@@ -74,9 +74,8 @@ def test_a_whole_pull_step_by_step() -> None:
     first, second = fetch.wants
     (ask,) = node.handle(fetch, 1.0)
     blocks = (m.PullBlock(DOC.anchor_id, 0, BLOCK), m.PullBlock(DOC.anchor_id, 1, BLOCK))
-    assert ask == ev.SendMessage(
-        PEER.node_id, PEER.bulk, m.Pull(1, blocks, NodeConfig().credit_bytes), ev.Plane.BULK_REQUEST
-    )
+    asked = m.Pull(1, blocks, NodeConfig().credit_bytes, chunk_bytes=m.CHUNK_BYTES_MIN)
+    assert ask == ev.SendMessage(PEER.node_id, PEER.bulk, asked, ev.Plane.BULK_REQUEST)
     assert node.handle(chunk(1, 0, 0, 100), 1.01) == [ev.StoreChunk(first.handle, 0, 100, BLOCK)]
     effects = node.handle(chunk(1, 0, 100, BLOCK - 100), 1.02)
     assert effects == [ev.StoreChunk(first.handle, 100, BLOCK - 100, BLOCK), ev.VerifyBlock(first.handle, first.digest)]

@@ -54,6 +54,7 @@ SAMPLES: dict[str, m.Message] = {
     "no_tokens": m.NoTokens(5),
     "pull": m.Pull(6, (m.PullBlock(ANCHOR, 0, 4096), m.PullBlock(ANCHOR, 1, 4096)), 2**24),
     "credit": m.Credit(6, 4096),
+    "pull_small_chunks": m.Pull(7, (m.PullBlock(ANCHOR, 0, 4096),), 2**24, chunk_bytes=m.CHUNK_BYTES_MIN),
     "cancel_pull": m.CancelPull(6),
     "chunk": m.Chunk(6, 1, 0, 4096),
     "shard_register": m.ShardRegister(1, True, True, (PUT,), (ANCHOR,), 1, b"x" * 8, 1, 300, 0),
