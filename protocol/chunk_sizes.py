@@ -27,6 +27,12 @@ FIRST_NEAR_BYTES = 288 * 1024
 """Chunks of a near peer whose rate is not known: four at once take half of the stall timeout at 100 Mbit/s, and a block of 32
 tokens of 46 kB is five."""
 
+PIECE_CHUNKS = 16
+"""A piece is no more chunks than this where the rate is known: over a slow link a large one would hold its place at the holder
+for so long that others who wait for a turn give up."""
+
+PIECE_BYTES_MAX = PIECE_CHUNKS * CHUNK_BYTES_MAX
+
 SHOWS_BYTES = 256 * 1024
 """Pulls of less do not show how slow a link is."""
 
@@ -35,12 +41,16 @@ HOLDERS_MAX = 1024
 
 
 class ChunkSizes:
-    """By holder. `counted` says what is known of a peer otherwise."""
+    """By holder. `counted` says what is known of a peer otherwise.
+
+    What the holder measured last has shown counts for those not known yet, too: the slow link may be our own.
+    """
 
     def __init__(self, stall_timeout_s: float, counted: Callable[[NodeId], PeerCounts]) -> None:
         self._chunk_s = CHUNK_SHARE * stall_timeout_s
         self._counted = counted
         self._shown: OrderedDict[NodeId, int] = OrderedDict()
+        self._latest = CHUNK_BYTES_MAX
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -51,11 +61,19 @@ class ChunkSizes:
         if shown is not None:
             return shown
         round_trip_s = self._counted(holder).round_trip_s
-        return FIRST_NEAR_BYTES if round_trip_s is not None and round_trip_s <= NEAR_S else CHUNK_BYTES_MIN
+        if round_trip_s is None or round_trip_s > NEAR_S:
+            return CHUNK_BYTES_MIN
+        return min(FIRST_NEAR_BYTES, self._latest)
+
+    def piece_bytes_max(self, holder: NodeId) -> int:
+        """Bytes of blocks that one pull should not exceed, if that is more than one block."""
+        shown = self._shown.get(holder)
+        return PIECE_BYTES_MAX if shown is None else PIECE_CHUNKS * shown
 
     def brought(self, holder: NodeId, kv_bytes: int, seconds: float) -> None:
-        """A pull of `kv_bytes` took so long. One of less than SHOWS_BYTES was mostly a round trip: it shows that the link is no
-        slower, not that it is no faster."""
+        """A pull of `kv_bytes` took so long, the round trip included. One of less than SHOWS_BYTES was mostly that: it shows
+        that the link is no slower, not that it is no faster."""
+        seconds -= min(self._counted(holder).round_trip_s or 0.0, seconds / 2)
         size = int(min(CHUNK_BYTES_MAX, self._chunk_s * kv_bytes / max(seconds, 1e-9)))
         size = max(CHUNK_BYTES_MIN, size // CHUNK_BYTES_MIN * CHUNK_BYTES_MIN)
         if kv_bytes < SHOWS_BYTES:
@@ -71,7 +89,7 @@ class ChunkSizes:
         self._shown.pop(holder, None)
 
     def _remember(self, holder: NodeId, size: int) -> None:
-        self._shown[holder] = size
+        self._shown[holder] = self._latest = size
         self._shown.move_to_end(holder)
         if len(self._shown) > HOLDERS_MAX:
             self._shown.popitem(last=False)

@@ -20,10 +20,6 @@ from kvcomm_p2p.protocol.peer_stats import PeerCounts
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
 
-PIECE_CHUNKS = 16
-"""A piece is no more chunks than this: over a slow link a large one would hold its place at the holder for seconds, and who
-waits for a turn gives up."""
-
 SHARED_PIECE_BYTES_MAX = PULL_BLOCKS_MAX * BLOCK_BYTES_MAX
 
 
@@ -95,7 +91,7 @@ class FlightTable:
                     free[holder] -= 1
                     pull = self.open(holder, [], now, encoded=flight.encoded)
                     # What stands in shared memory costs its holder nothing: no need to take turns.
-                    piece_bytes = min(self.pace.piece_bytes(holder), PIECE_CHUNKS * pull.chunk_bytes)
+                    piece_bytes = min(self.pace.piece_bytes(holder), self.chunks.piece_bytes_max(holder))
                     room = piece_bytes if not pull.shared else SHARED_PIECE_BYTES_MAX
                     fresh.append(pull)
                 open_pulls[slot] = pull, room - flight.want.kv_bytes

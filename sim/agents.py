@@ -244,7 +244,9 @@ class SimAgent:
     def _saw_pull(self, plan: Plan, fetched: Fetched, seconds: float) -> None:
         """What the engine observes of a pull, and of placing its blocks."""
         holder = pulled_from_one(plan)
-        if holder is not None and not fetched.failed:
+        if holder is not None and fetched.failed:
+            self._costs.saw_cut(holder, fetched.wire_bytes, seconds, fetched.failed.values())
+        elif holder is not None:
             self._costs.saw_pull(holder, fetched.wire_bytes, seconds)
         placed = sum(span.tokens for span in plan.spans if span.donor is not None) * self._table.layout.token_bytes
         self._costs.saw_align(placed, placed / self._table.align_bytes_per_s)

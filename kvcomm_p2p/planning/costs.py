@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 
 CORRECTION_TOKENS = 16
@@ -154,6 +155,20 @@ class CostTracker:
                     del self._peers[next(iter(self._peers))]
             self._pull.observe((1.0, float(kv_bytes)), seconds)
             self._peers[peer].observe((1.0, float(kv_bytes)), seconds)
+
+    def saw_cut(self, peer: NodeId, kv_bytes: int, seconds: float, misses: Iterable[Miss]) -> None:
+        """A pull of which `misses` did not come brought whole blocks of `kv_bytes` from `peer` in `seconds`.
+
+        Where time ran out, at most a block more was on its way: that is how fast the link can have been, and is learned if it
+        was believed to be faster. Nothing at all and silence is how a frozen peer looks: that says nothing of its link.
+        """
+        reasons = {miss.reason for miss in misses}
+        if MissReason.DEADLINE not in reasons and not (MissReason.STALLED in reasons and kv_bytes > 0):
+            return
+        came = kv_bytes + BLOCK_TOKENS * self._fixed.token_bytes
+        latency, byte = self._peers.get(peer, self._pull).coefficients
+        if seconds > latency + came * byte:
+            self.saw_pull(peer, came, seconds)
 
     def saw_align(self, kv_bytes: int, seconds: float) -> None:
         """Gathering and rotating `kv_bytes` took `seconds`."""

@@ -386,7 +386,9 @@ class ReuseEngine:
 
     def _observe_pull(self, pulled: Pulled, plan: Plan) -> None:
         holder = pulled_from_one(plan)
-        if holder is not None and not pulled.failed:
+        if holder is not None and pulled.failed:
+            self._costs.saw_cut(holder, pulled.kv_bytes, pulled.seconds, pulled.failed.values())
+        elif holder is not None:
             self._costs.saw_pull(holder, pulled.kv_bytes, pulled.seconds)
 
     async def _run(self, call: Callable[[], T]) -> T:

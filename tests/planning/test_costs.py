@@ -10,6 +10,7 @@ from planning_cases import COSTS, ME, PEER
 
 from kvcomm_p2p.planning.costs import CostTracker, align_s, pull_s, recompute_s
 from kvcomm_p2p.planning.types import Costs
+from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
 
 
@@ -121,3 +122,40 @@ def test_impossible_measurements_are_left_out_and_impossible_costs_refused() -> 
     assert tracker.costs == before
     with pytest.raises(ValueError, match="positive"):
         CostTracker(replace(COSTS, token_s=0.0))
+
+
+def test_a_link_that_runs_out_of_time_is_believed_to_be_slow_from_then_on() -> None:
+    tracker = CostTracker(COSTS)
+    tracker.saw_pull(PEER, 10**7, pull_s(COSTS, 10**7))
+    block = BLOCK_TOKENS * COSTS.token_bytes
+    late = [Miss(MissReason.DEADLINE)]
+    for _ in range(3):
+        tracker.saw_cut(PEER, 3 * block, 4.0, late)
+    believed = tracker.pulls[PEER]
+    assert believed.latency_s + 4 * block / believed.bytes_per_s == pytest.approx(4.0, rel=0.5)
+
+
+def test_not_a_block_in_time_is_learned_too() -> None:
+    tracker = CostTracker(COSTS)
+    tracker.saw_cut(PEER, 0, 4.0, [Miss(MissReason.DEADLINE)])
+    block = BLOCK_TOKENS * COSTS.token_bytes
+    assert tracker.pulls[PEER].latency_s + block / tracker.pulls[PEER].bytes_per_s == pytest.approx(4.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "seconds", "reason"),
+    [
+        (0, 0.2, MissReason.STALLED),
+        (10**6, 4.0, MissReason.EVICTED),
+        (10**6, 4.0, MissReason.BUSY),
+        (10**9, 1e-3, MissReason.DEADLINE),
+        (10**9, 1e-3, MissReason.STALLED),
+    ],
+    ids=["frozen", "evicted", "busy", "fast so far", "fast, then silent"],
+)
+def test_what_failed_for_other_reasons_says_nothing_of_the_link(
+    kv_bytes: int, seconds: float, reason: MissReason
+) -> None:
+    tracker = CostTracker(COSTS)
+    tracker.saw_cut(PEER, kv_bytes, seconds, [Miss(reason)])
+    assert PEER not in tracker.pulls

@@ -74,7 +74,24 @@ def test_silence_begins_anew_with_the_smallest_and_who_is_gone_is_forgotten() ->
     known.stalled(PEER.node_id)
     assert known.of(PEER.node_id) == m.CHUNK_BYTES_MIN
     known.forget(PEER.node_id)
-    assert known.of(PEER.node_id) == FIRST_NEAR_BYTES and not len(known)
+    assert not len(known)
+
+
+def test_who_was_slow_or_silent_a_moment_ago_may_show_that_our_own_link_is_slow() -> None:
+    known = sizes(NEAR_S)
+    known.brought(PEER.node_id, MIB, 1.0)
+    assert known.of(NodeId(bytes(16))) == m.CHUNK_BYTES_MIN
+    known.brought(PEER.node_id, 4 * MIB, 0.001)
+    assert known.of(NodeId(bytes(16))) == FIRST_NEAR_BYTES, "that one link is fast says nothing of another"
+
+
+def test_the_round_trip_is_not_taken_for_a_slow_link() -> None:
+    known = sizes(0.05)
+    known.brought(PEER.node_id, MIB, 0.05 + 0.01)
+    far = known.of(PEER.node_id)
+    known = sizes(0.0)
+    known.brought(PEER.node_id, MIB, 0.03)
+    assert far == known.of(PEER.node_id), "half of the time at most is taken for it"
 
 
 def test_no_more_holders_are_remembered_than_allowed() -> None:
@@ -123,16 +140,16 @@ def bring(node: Node, pull: m.Pull, at: float, takes_s: float) -> list[ev.Effect
 
 def test_what_a_holder_shows_is_what_it_is_asked_for_next() -> None:
     node = node_of()
-    first, second = pulls(node.handle(request(1, DOC, range(2)), 0.0))
+    first, second = pulls(node.handle(request(1, DOC, range(4)), 0.0))
     assert first.chunk_bytes == second.chunk_bytes == m.CHUNK_BYTES_MIN
-    assert len(first.blocks) == 1, "a piece is no more than so many chunks"
+    assert len(first.blocks) == len(second.blocks) == 2
     bring(node, first, 0.0, 0.001)
     bring(node, second, 0.001, 0.001)
-    (third,) = pulls(node.handle(request(2, DOC, range(2, 4)), 0.1))
+    (third,) = pulls(node.handle(request(2, DOC, range(4, 6)), 0.1))
     assert third.chunk_bytes == m.CHUNK_BYTES_MAX and len(third.blocks) == 2
     bring(node, third, 0.1, 2.0)
-    (fourth, *_) = pulls(node.handle(request(3, DOC, range(5, 9)), 3.0))
-    assert fourth.chunk_bytes == m.CHUNK_BYTES_MIN and len(fourth.blocks) == 1
+    (fourth, *_) = pulls(node.handle(request(3, DOC, range(6, 9)), 3.0))
+    assert fourth.chunk_bytes == m.CHUNK_BYTES_MIN and len(fourth.blocks) == 1, "no more than so many chunks a piece"
 
 
 def test_a_block_of_the_default_model_comes_over_five_megabits_and_no_slower_than_three() -> None:
