@@ -77,6 +77,8 @@ def _bound_s(simulation: Simulation) -> float | None:
     world, scenario, config = simulation.world, simulation.scenario, simulation.world.nodes[0].config
     if len(world.nodes) > SETTLED_MAX or world.links.cuts or any(machine.frozen for machine in world.nodes):
         return None
+    if _nobody_to_join(world):
+        return None
     loss = scenario.network.loss
     for fault in scenario.faults:
         until_s = simulation.origin_s + fault.at_s + fault.for_s + (fault.every_s if fault.kind == "churn" else 0.0)
@@ -87,6 +89,13 @@ def _bound_s(simulation: Simulation) -> float | None:
     if loss > LOSS_MAX or any(machine.node.stats().sharded for machine in world.nodes if machine.up):
         return None
     return (AGREE_S + RECONTACTS * config.recontact_s) / (1 - loss) ** 2
+
+
+def _nobody_to_join(world: World) -> bool:
+    """Whether somebody came back whose only seed (see `Simulation`: the first other agent) is gone: unlike a real node it has
+    no addresses kept, so two such may never hear of each other."""
+    returned = sorted({number for _, number, on in world.switched if on})
+    return any(not world.nodes[0 if number else 1].up for number in returned if len(world.nodes) > 1)
 
 
 def _refuses(world: World) -> bool:

@@ -27,6 +27,12 @@ def test_nothing_breaks(seed: int) -> None:
     assert failure is None, f"kvcomm sim hunt --runs 1 --seed {seed}: {failure.broken if failure else ''}"
 
 
+@pytest.mark.parametrize("seed", [1032, 1126, 1198, 1409, 3409, 3852])
+def test_what_was_found_once_is_not_found_again(seed: int) -> None:
+    """Two lives in one epoch, agents at work while their process is frozen, agents that return when nobody is left to ask."""
+    assert check(draw(seed), RULES, every=EVERY) is None
+
+
 def test_what_is_drawn_is_the_same_for_the_same_seed_and_of_all_kinds() -> None:
     drawn = [draw(seed) for seed in range(200)]
     assert drawn == [draw(seed) for seed in range(200)]
