@@ -79,7 +79,7 @@ def _hit_rates(observed: Observed, edges: Any) -> dict[str, Any]:
     back = [
         (seconds, each) for each in everybody if (seconds := seconds_since_return(each, observed.outages)) is not None
     ]
-    ages = np.arange(RETURN_BINS + 1) * RETURN_BIN_S
+    ages = np.arange(RETURN_BINS + 1, dtype=np.float64) * float(RETURN_BIN_S)
     rates["since_return_s"] = ((ages[:-1] + ages[1:]) / 2).tolist()
     rates["since_return"] = _known(reused_by([seconds for seconds, _ in back], [each for _, each in back], ages))
     rates["since_return_n"] = np.histogram([seconds for seconds, _ in back], ages)[0].tolist()

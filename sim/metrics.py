@@ -153,7 +153,9 @@ def reused_by(
     reused = np.array([outcome.reused for outcome in outcomes], dtype=np.float64)
     asked, _ = np.histogram(np.asarray(at, dtype=np.float64), edges, weights=tokens)
     found, _ = np.histogram(np.asarray(at, dtype=np.float64), edges, weights=reused)
-    return np.divide(found, asked, out=np.full(len(edges) - 1, np.nan), where=asked > 0)
+    shares = np.full(len(edges) - 1, np.nan)
+    np.divide(found, asked, out=shares, where=asked > 0)
+    return shares
 
 
 def seconds_since_return(outcome: Outcome, outages: Sequence[Outage]) -> float | None:

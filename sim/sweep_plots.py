@@ -161,8 +161,8 @@ def _news(title: str, lines: Sequence[tuple[str, int, int, list[float]]]) -> Fig
     figure, axes = pyplot.subplots(figsize=(8.6, 3.8))
     for told, colour, line, heard in lines:
         shares = [100 * (number + 1) / len(heard) for number in range(len(heard))]
-        look = {"color": NEWS_COLOURS[colour % len(NEWS_COLOURS)], "linestyle": LINES[line % len(LINES)]}
-        axes.plot([0, *heard], [0, *shares], label=told, **look)
+        tint, dashes = NEWS_COLOURS[colour % len(NEWS_COLOURS)], LINES[line % len(LINES)]
+        axes.plot([0, *heard], [0, *shares], label=told, color=tint, linestyle=dashes)
     last_s = max(end_of(heard) for _, _, _, heard in lines)
     axes.set(title=title, xlabel="seconds since the update", ylabel="% of nodes that know it")
     axes.set(ylim=(0, 101), xlim=(0, last_s * 1.02))

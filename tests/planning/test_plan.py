@@ -73,8 +73,9 @@ def check(plan: Plan, prompt: Tokens) -> None:
             assert before is not None
             assert before.why == HEAD_WHY
             assert (before.donor, before.donor_start + before.tokens) == (span.donor, span.donor_start)
-            total = before.tokens + span.tokens
-            assert before.tokens == min(32, total // 4)
+            run = [each for each in plan.spans if each.run == span.run]
+            total = sum(each.tokens for each in run)
+            assert before.tokens == (min(32, total // 4) if before is run[0] else RULES.hole_head_tokens)
             assert total >= 64
             tainted = True
     positions = recompute_positions(plan)

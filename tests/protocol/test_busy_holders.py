@@ -59,12 +59,11 @@ def test_a_holder_that_serves_in_turn_is_never_punished() -> None:
     for round_ in range(12):
         anchor = meta(("doc", round_), tokens=512)
         network.publish(holder, anchor)
-        for number, node_id in enumerate(pullers):
+        for node_id in pullers:
             network.fetch(node_id, round_, holder, anchor, deadline_s=10.0, busy_s=0.3)
         network.run(2.5)
         for node_id in pullers:
             assert penalty_s(network, node_id, holder) == 0.0
-    assert sum(network.nodes[node_id].stats().misses.get("busy", 0) for node_id in pullers) >= 0
     assert network.nodes[holder].stats().busy > 50, "it was busy indeed"
 
 

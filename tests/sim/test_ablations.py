@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ class Watch:
                 self._fetched.update(block.handle for block in effect.found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def watched(name: str | None) -> Watch:
     """Each run once for all tests."""
     return Watch(name)
