@@ -83,6 +83,7 @@ clean:
 
 # torch first and alone: the pinned version is then there, and nothing that follows brings another.
 $(READY): pyproject.toml constraints.txt
+	@echo "Making the environment in .venv: this downloads some GB, takes minutes and prints little meanwhile."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(shell grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'

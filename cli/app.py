@@ -102,7 +102,10 @@ def node(
     model: ModelOption = None,
     role: Annotated[
         str,
-        typer.Option(metavar="ROLE", help="What the agent is for; `judge` and `selector` reuse exact prefixes only."),
+        typer.Option(
+            metavar="ROLE",
+            help="What the agent is for; `judge`, `selector`, `voter` and `ranker` reuse exact prefixes only.",
+        ),
     ] = "",
     system: Annotated[
         str, typer.Option(metavar="TEXT", help="System prompt of questions asked with `kvcomm ask`.")

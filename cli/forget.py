@@ -19,7 +19,10 @@ FORGET_TIMEOUT_S = 30.0
 def forget(
     what: Annotated[
         str,
-        typer.Argument(metavar="TEXT|ANCHOR", help="The text (- reads it from stdin), or an anchor's 32 hex digits."),
+        typer.Argument(
+            metavar="TEXT|ANCHOR",
+            help="The text itself, no file name (- reads it from stdin), or an anchor's 32 hex digits.",
+        ),
     ],
     node: Annotated[str, typer.Option("--node", "-n", metavar="NAME", help="Name of a running node.")],
     everywhere: Annotated[

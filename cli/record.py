@@ -47,7 +47,9 @@ def record(
     try:
         events = copy_recording(Path(found["path"]), to)
     except OSError as error:
-        raise UsageError(f"{error.filename or to} cannot be used: {error.strerror or error}") from error
+        raise UsageError(
+            f"{error.filename or to} cannot be used: {error.strerror or error}; choose another file"
+        ) from error
     if as_json:
         emit({"path": str(to), "events": events, "redacted": found["redacted"]})
         return

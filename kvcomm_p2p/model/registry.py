@@ -133,7 +133,10 @@ def _hub_folder(ref: str, *, download: bool) -> Path:
         raise ModelError(f"the hub has no model {ref} (or it is private: log in with `hf auth login`)") from error
     except LocalEntryNotFoundError as error:
         if download:
-            raise ModelError(f"the hub cannot be reached, and {ref} has not been downloaded before") from error
+            raise ModelError(
+                f"the hub cannot be reached, and {ref} has not been downloaded before"
+                + ("" if "/" in ref else f"; is {DEFAULT_MODEL} meant, or a hub id like owner/name?")
+            ) from error
         raise ModelError(f"the model {ref} is not here yet: run `kvcomm model pull {ref}`") from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"the model {ref} could not be fetched from the hub: {error}") from error
