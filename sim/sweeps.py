@@ -121,18 +121,24 @@ def sweep(
 
 
 def _runs(left: Sequence[Point], rules: ReuseRules, folder: Path, executor: Executor) -> Iterator[dict[str, Any]]:
+    """Those that can be done, as they finish. Raises ConfigError for the first that cannot when all others are kept."""
     futures = {executor.submit(run_point, point, rules): point for point in left}
+    refused: dict[str, ConfigError] = {}
     for future in as_completed(futures):
         point = futures[future]
         try:
             run = future.result()
         except ConfigError as error:
-            raise ConfigError(f"the run with {point.told}: {error}") from error
+            refused[point.key] = error
+            continue
         path = folder / f"{point.key}.json"
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(run))
         partial.replace(path)
         yield run
+    for point in left:
+        if point.key in refused:
+            raise ConfigError(f"the run with {point.told}: {refused[point.key]}") from refused[point.key]
 
 
 def _kept(path: Path) -> dict[str, Any] | None:

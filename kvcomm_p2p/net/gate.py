@@ -137,8 +137,10 @@ class Gate:
         if key:
             return key
         names = ", ".join(sorted(peer.label for peer in self._allowed))
-        wrong = f"{label!r} is not in `kvcomm keys list`" if label else f"write whose node it is, {address}#NAME"
-        raise ConfigError(f"cannot join {text!r}: {wrong}; allowed are {names} and {OWN_LABEL}")
+        wrong = f"{label!r} is not in `kvcomm keys list`; " if label else ""
+        raise ConfigError(
+            f"cannot join {text!r}: {wrong}write whose node it is, {address}#NAME; allowed are {names} and {OWN_LABEL}"
+        )
 
     def _likely_key(self, address: str) -> bytes:
         """Whose key is expected at an address of which nothing is known; empty if there are several."""
