@@ -225,7 +225,7 @@ async def no_leaks(*agents: Agent) -> None:
         def settled(agent: Agent = agent, store: Any = store) -> bool:
             return bool(store.held_bytes == agent.status().pool_bytes and store.reserved_bytes == 0)
 
-        # What was pulled by a request that ended early is passed on to others for `passing_on_s` (10 s), then let go of.
+        # What was pulled by a request that ended early is passed on to others for a while (`passing_on_s`), then let go of.
         await eventually(settled, f"{agent.name}'s store holds only its pool", timeout_s=20.0)
 
 

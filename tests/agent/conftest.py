@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from agent_cases import ANYTHING_GOES, fixed_costs, settings_in, with_profile
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.model.runner import ModelRunner
 from kvcomm_p2p.planning.fetches import WAIT_LOST_MAX_S
+from kvcomm_p2p.protocol.config import NodeConfig
+from kvcomm_p2p.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +25,14 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcomm_p2p.stack.measured_costs", fixed_costs)
     monkeypatch.setattr("kvcomm_p2p.planning.fetches.WAIT_LOST_MAX_S", 20.0)
     monkeypatch.setattr("kvcomm_p2p.planning.superseding.SUPERSEDED_KEPT_S", 0.0)
+    monkeypatch.setattr(Settings, "node_config", _passing_on_briefly)
+
+
+def _passing_on_briefly(
+    settings: Settings, node_config: Callable[[Settings], NodeConfig] = Settings.node_config
+) -> NodeConfig:
+    """What was pulled by a request that ended early is let go of in time for `no_leaks` not to wait long."""
+    return replace(node_config(settings), passing_on_s=0.5)
 
 
 @pytest.fixture

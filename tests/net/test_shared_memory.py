@@ -131,13 +131,14 @@ def test_nobody_can_change_a_region_not_even_its_maker() -> None:
 
 
 def test_views_outlive_the_region_and_then_the_mapping_goes() -> None:
+    before = mappings()
     region = region_with(b"abcd" * (SIZE // 4))
     view = region.view[4:8]
     region.close()
     del region
-    assert bytes(view) == b"abcd" and mappings() == 1
+    assert bytes(view) == b"abcd" and mappings() == before + 1
     del view
-    assert mappings() == 0
+    assert mappings() == before
 
 
 def test_buffers_in_use_are_noticed_and_the_bytes_are_kept() -> None:
