@@ -45,10 +45,21 @@ def run_forget(directory: Path, node: str, what: str, everywhere: bool, as_json:
         emit(forgotten)
         return
     here = f"{forgotten['anchors']:,} anchors erased from {node}"
+    if not forgotten["anchors"]:
+        here = f"{node} holds nothing of it"
+        if _names_a_file(what):
+            here += f" ({what} was taken as a text; for the file's text: kvcomm forget - < {what})"
     if not everywhere:
-        told = "its peers keep their copies: --everywhere erases those as well"
+        told = "what peers hold stays: --everywhere erases that as well"
     elif forgotten["told"]:
         told = f"{forgotten['told']:,} members were told to do the same, and will tell those that come later"
     else:
         told = "nobody else is there to be told; members that come later will be"
     stdout().print(f"{here}; {told}", markup=False, soft_wrap=True)
+
+
+def _names_a_file(what: str) -> bool:
+    try:
+        return Path(what).is_file()
+    except (OSError, ValueError):  # too long for a name, or with characters that no name has
+        return False

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from harness import Kvcomm
+
+from kvcomm_p2p.cli.forget import run_forget
 
 
 def test_here_and_everywhere(kvcomm: Kvcomm) -> None:
     kvcomm.node("coder")
     here = kvcomm.run("forget", "--node", "coder", "two words")
     assert (here.returncode, here.stdout.count("\n")) == (0, 1)
-    assert here.stdout.startswith("2 anchors erased from coder; its peers keep their copies")
+    assert here.stdout.startswith("2 anchors erased from coder; what peers hold stays")
     everywhere = kvcomm.run("forget", "--node", "coder", "--everywhere", "two words")
     assert "2 members were told to do the same" in everywhere.stdout
     told = kvcomm.run("forget", "--node", "coder", "--everywhere", "--json", "a b c d")
     assert json.loads(told.stdout) == {"anchors": 4, "told": 2}
+
+
+def test_a_file_name_is_a_text_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.md").write_text("notes")
+    answer = [{"forgotten": {"anchors": 0, "told": 0}}]
+    monkeypatch.setattr("kvcomm_p2p.local_api.request", lambda *given, **more: answer)
+    monkeypatch.chdir(tmp_path)
+    for what in ("notes.md", "nothing there", "long " * 2000, "nul \0"):
+        run_forget(tmp_path, "coder", what, everywhere=False, as_json=False)
+        told = capsys.readouterr().out
+        assert told.startswith("coder holds nothing of it") and ("kvcomm forget - < notes.md" in told) == (
+            what == "notes.md"
+        )
 
 
 def test_what_can_go_wrong(kvcomm: Kvcomm) -> None:
