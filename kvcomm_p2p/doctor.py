@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvcomm_p2p.doctor_keys import connections, identity, secrets_on_disk
-from kvcomm_p2p.explain import REMEDIES
+from kvcomm_p2p.explain import BY_CHOICE, REMEDIES
 from kvcomm_p2p.units import duration
 
 Level = Literal["ok", "note", "problem"]
@@ -317,13 +317,13 @@ def _prompt(node: Node, report: Mapping[str, Any] | None) -> _Found:
     if reused:
         sources = sorted({span["source"] for span in report["spans"] if span["source"]})
         yield "ok", f"{reused:,} of {total:,} tokens would come from {', '.join(sources)}", "", ""
-    level: Level = "note" if reused else "problem"
     if not reused and not report["covered_tokens"]:
         text = f"none of its {total:,} tokens stand in anything that is known here"
         fix = "is it the same text, token for token, and at least 64 tokens of it? Was it prefilled by a peer, and settled?"
         yield "problem", text, fix, ""
     blocked = _blocked(report)
     for name, (reason, detail) in blocked.items():
+        level: Level = "problem" if not reused and reason not in BY_CHOICE and reason in REMEDIES else "note"
         yield level, f"{reason}: {detail}" if detail else reason, REMEDIES.get(reason, ""), name
     if reused:
         return

@@ -47,6 +47,9 @@ REMEDIES = {
 }
 """What to do about a miss, by the value of its `MissReason`."""
 
+BY_CHOICE = frozenset({"cost", "too_short"})
+"""Reasons for which a copy that could be had is not taken because computing is faster: nothing is wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

@@ -109,6 +109,8 @@ def test_a_healthy_node_is_told_to_be_healthy() -> None:
     assert [finding.level for finding in findings] == ["ok"] * 15
 
 
+COSTLY = {"what": "tokens 0-90 from other", "reason": "cost", "detail": "recomputing is faster"}
+
 CAUSES: list[tuple[str, str, str, tuple[Any, ...]]] = [
     # check, what the text says, what the fix says, arguments
     ("peers", "knows no other node", "--join 127.0.0.1:1", (node("me", peers=[]),)),
@@ -271,6 +273,7 @@ def test_every_cause_is_a_problem_of_its_own_check(check: str, text: str, fix: s
             (secured(turned_away=[{"address": "192.0.2.9", "key": "ab", "count": 1, "age_s": 500.0}]),),
         ),
         ("were lost waiting", (node(wait_lost_s=3.0),)),
+        ("cost: recomputing is faster", (node(), None, [], report(covered_tokens=90, misses=[COSTLY]))),
     ],
 )
 def test_what_passes_by_itself_is_a_note(text: str, arguments: tuple[Any, ...]) -> None:

@@ -78,7 +78,9 @@ def test_what_nodes_tell_of_themselves(cluster: tuple[Kvcomm, Process], tmp_path
     [found] = json.loads(doctor.stdout)["nodes"]
     problems = [each["check"] for each in found["findings"] if each["level"] == "problem"]
     assert problems == ["approximation"], found
-    assert any("would come from" in each["text"] for each in found["findings"]), found
+    told = [each["text"] for each in found["findings"] if each["check"] == "this prompt"]
+    # Which of the two depends on the machine: a tiny model computes as fast as it reads.
+    assert any("would come from" in text or text.startswith("cost: ") for text in told), told
 
     copy = tmp_path / "copy.kvrec"
     done = kvcomm.run("record", "agent-2", "--to", str(copy), "--json")
