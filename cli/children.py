@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcomm_p2p.child_processes import own_group
 from kvcomm_p2p.cli.agents_file import AgentsFile, is_address
 from kvcomm_p2p.cli.outcome import ExitCode
 
@@ -126,7 +127,7 @@ class Family:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            **own_group(),
             limit=LINE_BYTES_MAX,
         )
         for stream in (child.process.stdout, child.process.stderr):

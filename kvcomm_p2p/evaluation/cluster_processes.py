@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from kvcomm_p2p.child_processes import own_group
 from kvcomm_p2p.errors import KVCommError
 
 START_TIMEOUT_S = 60.0
@@ -49,7 +50,7 @@ class NodeProcess:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             text=True,
-            start_new_session=True,
+            **own_group(),
         )
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from kvcomm_p2p.child_processes import own_group
 from kvcomm_p2p.errors import KVCommError
 from kvcomm_p2p.evaluation.workers import private_cluster
 from kvcomm_p2p.local_api import request
@@ -128,7 +129,7 @@ class NodeGroup:
             stderr=subprocess.PIPE,
             env={**os.environ, "KVCOMM_RUNTIME_DIR": str(self._directory), "KVCOMM_CLUSTER": cluster},
             text=True,
-            start_new_session=True,  # Ctrl-C reaches only us, and we end the nodes
+            **own_group(),
         )
         assert process.stdout is not None and process.stderr is not None
         for call, stream in ((self._read_events, process.stdout), (self._read_log, process.stderr)):

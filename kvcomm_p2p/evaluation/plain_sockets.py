@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from kvcomm_p2p.child_processes import own_group
 from kvcomm_p2p.evaluation.cluster_node import die_with_parent
 
 BUFFER_BYTES = 256 * 1024
@@ -37,7 +38,7 @@ def round_trips(questions: int, interval_s: float) -> list[float]:
 @contextmanager
 def _process(role: str, *arguments: float) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", __name__, str(os.getpid()), role, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **own_group())
     try:
         yield process
     finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvcomm_p2p.child_processes import own_group
 from kvcomm_p2p.errors import KVCommError
 
 START_TIMEOUT_S = 120.0
@@ -44,7 +45,7 @@ class Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, "KVCOMM_CLUSTER": cluster, **(settings or {})},
             text=True,
-            start_new_session=True,  # Ctrl-C is for whoever started us, who then ends us
+            **own_group(),
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, name=f"{name}-answers", daemon=True).start()
