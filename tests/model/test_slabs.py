@@ -36,6 +36,17 @@ def test_memory_comes_back_with_the_last_view_and_is_used_again() -> None:
     assert again.data_ptr() == address and memory.kept_bytes == 0
 
 
+def test_prompts_that_grow_a_little_stay_in_the_same_memory() -> None:
+    memory = SlabMemory()
+    first = memory.empty((FLOATS + 1,), torch.float32)
+    address = first.data_ptr()
+    del first
+    for floats in range(FLOATS + 1, 2 * FLOATS + 1, FLOATS // 7):
+        slab = memory.empty((floats,), torch.float32)
+        assert slab.data_ptr() == address and memory.kept_bytes == 0
+        del slab
+
+
 def test_slabs_in_use_never_share_memory() -> None:
     memory = SlabMemory()
     tensors = [memory.empty((FLOATS,), torch.float32) for _ in range(4)]
