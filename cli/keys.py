@@ -19,7 +19,9 @@ keys = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
-Name = Annotated[str, typer.Option("--name", metavar="NAME", help="What you call them here [default: their own word].")]
+Name = Annotated[
+    str, typer.Option("--name", metavar="NAME", help="What you call them here [default: as before, or their own word].")
+]
 
 
 @keys.command()

@@ -7,6 +7,7 @@ must be genuine. Lives on the driver's loop, except where said.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ NODES_REMEMBERED_MAX = 8192
 """Genuine records that need not be checked again, and the keys of their nodes; the oldest are forgotten first."""
 
 SEEDS_REMEMBERED_MAX = 1024
+
+log = logging.getLogger("kvcomm_p2p.net")
 
 OWN_LABEL = "me"
 """Behind "#" in a seed: a node of this identity."""
@@ -57,15 +60,20 @@ class Gate:
         self._owners: OrderedDict[NodeId, PublicIdentity] = OrderedDict()
         self._seed_keys: OrderedDict[str, bytes] = OrderedDict()
         self._saved_keys: dict[str, deque[bytes]] = {}
+        self._revoked: OrderedDict[bytes, str] = OrderedDict()
+        self._allowed: tuple[Allowed, ...] = ()
         self.set_allowed(allowed)
 
     def set_allowed(self, allowed: Iterable[Allowed]) -> tuple[NodeId, ...]:
         """The allow-list as it is now. Returns the nodes that were known and are let in no longer, ascending."""
-        self._allowed = tuple(allowed)
+        before, self._allowed = self._allowed, tuple(allowed)
         everybody = (*self._own, *self._allowed)
         self._let_in = frozenset(peer.public for peer in everybody)
         self._signing_keys = frozenset(peer.public.signing for peer in everybody)
         self._curve_keys = frozenset(peer.public.curve for peer in everybody)
+        for peer in before:
+            if peer.public.curve not in self._curve_keys:
+                _remember(self._revoked, peer.public.curve, peer.label, NODES_REMEMBERED_MAX)
         if not self.required:
             return ()
         gone = sorted(node for node, owner in self._owners.items() if owner not in self._let_in)
@@ -86,6 +94,16 @@ class Gate:
     def lets_in(self, curve_key: bytes) -> bool:
         """Whether a connection of this key may be made, and may still be used."""
         return curve_key in self._curve_keys
+
+    def turn_away(self, address: str, curve_key: bytes) -> None:
+        """A connection of this key was not let in. Logged once for a peer that was revoked while this node runs, each time that
+        it is revoked: strangers, who can make up as many keys as they like, are only counted."""
+        self.troubles.turned_away.add((address, curve_key))
+        label = self._revoked.pop(curve_key, None)
+        if label is not None and not self.lets_in(curve_key):
+            log.info(
+                "turned away %s at %s, which was revoked; further attempts are counted, not logged", label, address
+            )
 
     def label_of(self, curve_key: bytes) -> str:
         """What the owner of a CURVE key is called in the allow-list; OWN_LABEL for us, "" for strangers."""
@@ -301,11 +319,10 @@ def curve_keys(gate: Gate) -> CurveKeys | None:
     """What a transport needs to encrypt for this gate; None where connections are plain."""
     if not gate.required or gate.identity is None:
         return None
-    troubles = gate.troubles
     return CurveKeys(
         gate.identity.public.curve,
         gate.identity.curve_secret,
         gate.lets_in,
-        lambda address, key: troubles.turned_away.add((address, key)),
-        troubles.lost,
+        gate.turn_away,
+        gate.troubles.lost,
     )

@@ -165,8 +165,8 @@ def load_allowed(state_dir: Path) -> tuple[Allowed, ...]:
 
 
 def allow(state_dir: Path, line: str, label: str = "") -> Allowed:
-    """Let the owner of a line in, under `label` (or the line's own). Allowing somebody again renames. Running nodes notice
-    within seconds. Raises ConfigError.
+    """Let the owner of a line in, under `label`; without one, under the name that it has here already, or the line's own.
+    Allowing somebody again with a `label` renames. Running nodes notice within seconds. Raises ConfigError.
     """
     new = parse_line(line, label)
     own = load_identity(state_dir)
@@ -175,7 +175,10 @@ def allow(state_dir: Path, line: str, label: str = "") -> Allowed:
             "this is the line of this state directory itself, which needs no permission: paste your peer's"
         )
     with _changing(state_dir):
-        others = [peer for peer in load_allowed(state_dir) if peer.public != new.public]
+        allowed = load_allowed(state_dir)
+        if not label:
+            new = next((peer for peer in allowed if peer.public == new.public), new)
+        others = [peer for peer in allowed if peer.public != new.public]
         if any(peer.label == new.label for peer in others):
             raise ConfigError(f"{new.label!r} is the name of another peer: choose one with --name")
         if len(others) >= ALLOWED_MAX:

@@ -93,6 +93,18 @@ def test_allow_rename_and_revoke(alice: Machine, bob: Machine) -> None:
     assert json.loads(alice.run("list", "--json").stdout) == {"allowed": []}
 
 
+def test_a_peer_keeps_its_name_unless_another_is_given(alice: Machine, bob: Machine) -> None:
+    line = last(bob.run("new", "--label", "bob"))
+    alice.run("new", "--label", "al")
+    for name in ("robert", "bobby"):
+        invitation = last(alice.run("invite", line, "--name", name))
+        assert f"{name} (" in alice.run("invite", line).stderr
+        assert f"{name} (" in alice.run("allow", line).stdout
+    bob.run("accept", invitation, "--name", "alice")
+    assert bob.run("accept", invitation).stdout.startswith("alice (")
+    assert len(bob.run("list").stdout.splitlines()) == len(alice.run("list").stdout.splitlines()) == 1
+
+
 def test_what_can_go_wrong(alice: Machine, bob: Machine) -> None:
     assert "run `kvcomm keys new`" in alice.run("show", code=1).output
     line = last(alice.run("new"))

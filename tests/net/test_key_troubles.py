@@ -16,6 +16,7 @@ from net_nodes import TestNode, wait_until
 from kvcomm_p2p.doctor_keys import connections, identity
 from kvcomm_p2p.errors import ConfigError
 from kvcomm_p2p.net.durable import NodeLife, open_life
+from kvcomm_p2p.net.gate import Gate
 from kvcomm_p2p.net.identity import Identity, allow, make_identity
 from kvcomm_p2p.net.invitations import invite, open_invitation
 from kvcomm_p2p.net.key_files import look
@@ -113,6 +114,23 @@ def test_what_is_remembered_is_bounded() -> None:
     assert troubles.failed.rows() == [(("192.0.2.1:1", REFUSED), {"count": 1000, "age_s": 0.0})]
     (_, newest), oldest = troubles.turned_away.rows()[-1][0], troubles.turned_away.rows()[0][1]
     assert newest == (999).to_bytes(32, "big") and oldest["age_s"] == REMEMBERED_MAX - 1
+
+
+def test_of_the_revoked_it_is_logged_once_that_they_are_turned_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvcomm_p2p.net")
+    gate = Gate(ALICE, [allowed(BOB, "bob")], required=True)
+    for allow_list in ([], [allowed(BOB, "robert")], []):
+        for _ in range(3):
+            gate.turn_away("192.0.2.2", CAROL.public.curve)
+            gate.turn_away("192.0.2.2", BOB.public.curve)
+        gate.set_allowed(allow_list)
+    gate.turn_away("192.0.2.2", BOB.public.curve)
+    told = [entry.getMessage() for entry in caplog.records]
+    assert [line.partition(",")[0] for line in told] == [
+        "turned away bob at 192.0.2.2",
+        "turned away robert at 192.0.2.2",
+    ]
+    assert [row["count"] for row in gate.view()["turned_away"]] == [9, 10]
 
 
 # --------------------------------------------------------------------------------------------------- files of keys
