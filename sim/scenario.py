@@ -23,6 +23,7 @@ from kvcomm_p2p.sim.cost_table import DEFAULT_TABLE
 from kvcomm_p2p.sim.graphs import make_graph
 from kvcomm_p2p.sim.links import PROFILES, LinkProfile
 from kvcomm_p2p.sim.recorded import recorded_workload
+from kvcomm_p2p.sim.scenario_errors import sentence
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -289,7 +290,7 @@ def check_scenario(written: Mapping[str, Any]) -> Scenario:
     try:
         scenario = msgspec.convert(written, Scenario)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"scenario: {error}".replace("Object contains unknown field", "unknown key")) from error
+        raise ConfigError(f"scenario: {sentence(error, written, Scenario)}") from error
     _check_finite(written, "")
     scenario.make_workload()
     scenario.node_config()
