@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcomm_p2p.cli.output import duration, emit, size, stderr, write_text
+from kvcomm_p2p.cli.texts import check_filled, read_file
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.local_api import request
 
@@ -24,21 +25,26 @@ class Question:
     mode: str = "balanced"
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
-        """The request for the local API. Raises UsageError."""
-        text = sys.stdin.read() if self.text == "-" else self.text
-        parts = [*(_read(path) for path in self.files), text]
+    def body(self, command: str = "kvcomm ask --node a") -> dict[str, Any]:
+        """The request for the local API. Raises UsageError, also for a `{name}` in a typed text that no slot fills."""
+        slots = dict(_slot(item) for item in self.slots)
+        if self.text == "-":
+            text = sys.stdin.read()
+        else:
+            text = self.text
+            check_filled(text, slots)
+        parts = [*(read_file(path) for path in self.files), text]
         content = "\n\n".join(part for part in parts if part.strip())
         if not content:
-            raise UsageError('the question is empty: write it in quotes, like kvcomm ask --node a "What is new?"')
+            raise UsageError(f'the prompt is empty: write it in quotes, like {command} "What is new?"')
         body: dict[str, Any] = {
             "op": "ask",
             "prompt": content,
             "mode": self.mode,
             "sampling": dict(self.sampling),
         }
-        if self.slots:
-            body["slots"] = dict(_slot(item) for item in self.slots)
+        if slots:
+            body["slots"] = slots
         return body
 
 
@@ -84,13 +90,4 @@ def _slot(item: str) -> tuple[str, str]:
     name, equals, value = item.partition("=")
     if not equals or not name:
         raise UsageError(f"--slot {item!r} is not NAME=TEXT or NAME=@FILE: write it like --slot report=@report.txt")
-    return name, _read(Path(value[1:])) if value.startswith("@") else value
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 (byte {error.start}): convert it first, e.g. with iconv") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    return name, read_file(Path(value[1:])) if value.startswith("@") else value

@@ -15,6 +15,7 @@ from kvcomm_p2p.cli.outcome import ExitCode, guarded
 from kvcomm_p2p.cli.output import emit, stdout
 from kvcomm_p2p.cli.peers import AsJson, NodeName, ask_all
 from kvcomm_p2p.cli.setup import load_settings
+from kvcomm_p2p.cli.texts import text_or_file
 from kvcomm_p2p.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,12 +32,18 @@ def doctor(
     name: NodeName = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="FILE|TEXT", help="A prompt that misses; it is looked up, not run."),
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="FILE|TEXT",
+            help="A prompt that misses (- reads it from stdin); it is looked up, not run.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say why nothing is reused, and what to do. Exit code 1 if something was found."""
     settings = load_settings()
+    text = None if prompt is None else _prompt(prompt)
     directory = settings.runtime_dir
     first, silent = ask_all(directory, None, "inspect")
     if name is not None and name not in [node["name"] for node in first]:
@@ -56,7 +63,7 @@ def doctor(
     for node in first:
         if name in (None, node["name"]):
             others = [other for other in first if other is not node]
-            report = None if prompt is None else _report(directory, node["name"], prompt)
+            report = None if text is None else _report(directory, node["name"], text)
             later = second.get(node["name"])
             on_disk = None
             if "state_dir" in node:
@@ -100,20 +107,18 @@ def _render(name: str, findings: Sequence[Finding]) -> None:
             console.print(Text(f"           do: {finding.fix}"), soft_wrap=True)
 
 
-def _report(directory: Path, name: str, prompt: str) -> dict[str, Any]:
-    """The plan of the prompt, which is not run. `prompt` is a text, or the path of a file that holds it."""
-    from kvcomm_p2p.local_api import request
-
-    try:
-        is_file = Path(prompt).is_file()
-    except (OSError, ValueError):  # a text that no file can be called
-        is_file = False
-    try:
-        text = Path(prompt).read_text(encoding="utf-8") if is_file else prompt
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{prompt} cannot be read: {error}") from error
+def _prompt(prompt: str) -> str:
+    """`prompt` is a text, or the path of a file that holds it. Raises UsageError."""
+    text = text_or_file(prompt, "--prompt")
     if not text.strip():
         raise UsageError("the prompt is empty")
+    return text
+
+
+def _report(directory: Path, name: str, text: str) -> dict[str, Any]:
+    """The plan of the prompt, which is not run."""
+    from kvcomm_p2p.local_api import request
+
     [event] = request(directory, name, {"op": "explain", "prompt": text, "mode": "balanced"})
     report: dict[str, Any] = event["report"]
     return report

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from rich.text import Text
 from kvcomm_p2p import explain
 from kvcomm_p2p.cli.ask import Question
 from kvcomm_p2p.cli.output import emit, stdout
-from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.local_api import request
 from kvcomm_p2p.report import PrefillReport
 
@@ -36,10 +33,7 @@ def run_explain(directory: Path, name: str, body: Mapping[str, Any], *, as_json:
 
 def explain_body(question: Question) -> dict[str, Any]:
     """The request for the local API. Raises UsageError."""
-    text = sys.stdin.read() if question.text == "-" else question.text
-    if not question.files and not text.strip():
-        raise UsageError('the prompt is empty: write it in quotes, like kvcomm explain a "What is new?"')
-    body = replace(question, text=text).body()
+    body = question.body("kvcomm explain a")
     return {"op": "explain", "prompt": body["prompt"], "mode": body["mode"], "slots": body.get("slots")}
 
 

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from kvcomm_p2p.cli.outcome import guarded
-from kvcomm_p2p.cli.output import emit, stdout
+from kvcomm_p2p.cli.output import counted, emit, stdout
 from kvcomm_p2p.cli.setup import load_settings
+from kvcomm_p2p.cli.texts import names_a_file
 
 FORGET_TIMEOUT_S = 30.0
 
@@ -21,7 +22,7 @@ def forget(
         str,
         typer.Argument(
             metavar="TEXT|ANCHOR",
-            help="The text itself, no file name (- reads it from stdin), or an anchor's 32 hex digits.",
+            help="The text itself, no file name (- reads it from stdin), or an anchor's id, at least its first 8 digits.",
         ),
     ],
     node: Annotated[str, typer.Option("--node", "-n", metavar="NAME", help="Name of a running node.")],
@@ -44,22 +45,16 @@ def run_forget(directory: Path, node: str, what: str, everywhere: bool, as_json:
     if as_json:
         emit(forgotten)
         return
-    here = f"{forgotten['anchors']:,} anchors erased from {node}"
+    here = f"{counted(forgotten['anchors'], 'anchor')} erased from {node}"
     if not forgotten["anchors"]:
         here = f"{node} holds nothing of it"
-        if _names_a_file(what):
+        if names_a_file(what):
             here += f" ({what} was taken as a text; for the file's text: kvcomm forget - < {what})"
     if not everywhere:
         told = "what peers hold stays: --everywhere erases that as well"
     elif forgotten["told"]:
-        told = f"{forgotten['told']:,} members were told to do the same, and will tell those that come later"
+        who = "1 member was" if forgotten["told"] == 1 else f"{forgotten['told']:,} members were"
+        told = f"{who} told to do the same, and will tell those that come later"
     else:
         told = "nobody else is there to be told; members that come later will be"
     stdout().print(f"{here}; {told}", markup=False, soft_wrap=True)
-
-
-def _names_a_file(what: str) -> bool:
-    try:
-        return Path(what).is_file()
-    except (OSError, ValueError):  # too long for a name, or with characters that no name has
-        return False

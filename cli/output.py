@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvcomm_p2p.units import duration, size
+from kvcomm_p2p.units import counted, duration, size
 
-__all__ = ["PIPED_COLUMNS", "duration", "emit", "size", "stderr", "stdout", "write_text"]
+__all__ = ["PIPED_COLUMNS", "counted", "duration", "emit", "size", "stderr", "stdout", "write_text"]
 
 PIPED_COLUMNS = 160
 """Width of tables that go to a file or a pipe, where nothing wraps."""

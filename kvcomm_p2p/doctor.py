@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kvcomm_p2p.doctor_keys import connections, identity, secrets_on_disk
 from kvcomm_p2p.explain import BY_CHOICE, REMEDIES
-from kvcomm_p2p.units import duration
+from kvcomm_p2p.units import counted, duration
 
 Level = Literal["ok", "note", "problem"]
 Node = Mapping[str, Any]
@@ -98,7 +98,8 @@ def _no_peers(node: Node, others: Sequence[Node]) -> _Found:
         fix = f"start others with --join {node['address']}, or this one with --join and the address of one of them"
         yield "problem", "it knows no other node: there is nobody to share with", fix, ""
     elif not alive:
-        yield "problem", f"none of its {len(node['peers'])} peers is alive", "see below, and their own logs", ""
+        text = f"of the {counted(len(node['peers']), 'node')} that it knows none is alive"
+        yield "problem", text, "see below, and their own logs", ""
     known = {peer["node_id"] for peer in node["peers"]}
     for other in others:
         if other["node_id"] not in known:
@@ -122,7 +123,7 @@ def _keys(node: Node, later: Node, others: Sequence[Node]) -> _Found:
     bad = later["dropped"].get("bad_seal", 0)
     if bad:
         rising = bad > node["dropped"].get("bad_seal", 0)
-        text = f"{bad:,} frames came that were not sealed with this cluster's key" + (
+        text = f"{counted(bad, 'frame')} came without the seal of this cluster's key" + (
             ", and more keep coming" if rising else ""
         )
         fix = "somebody with another key talks to this address: compare cluster.key in the state_dir of both"
@@ -136,9 +137,7 @@ def _versions(node: Node, later: Node, others: Sequence[Node]) -> _Found:
             yield "problem", text, "install the same version of kvcomm for both", other["name"]
     bad = later["dropped"].get("undecodable", 0)
     if bad:
-        text = (
-            f"{bad:,} frames with a good seal could not be decoded: another version of the protocol, or a broken peer"
-        )
+        text = f"{counted(bad, 'frame')} with a good seal could not be decoded: another version of the protocol, or a broken peer"
         yield (
             "problem",
             text,
@@ -195,11 +194,11 @@ def _penalties(node: Node) -> _Found:
     for peer in node["peers"]:
         if peer["penalty_s"] > 0:
             text = f"{peer['name']} failed to deliver and is not asked for another {duration(peer['penalty_s'])}"
-            text += f" ({peer['penalties']:,} times so far)"
+            text += f" ({counted(peer['penalties'], 'time')} so far)"
             fix = "is it frozen, its machine overloaded, the link slow? A larger pull_stall_timeout_s waits longer"
             yield "problem", text, fix, peer["name"]
         if peer["violations"]:
-            text = f"{peer['name']} broke the protocol's rules {peer['violations']:,} times"
+            text = f"{peer['name']} broke the protocol's rules {counted(peer['violations'], 'time')}"
             yield (
                 "problem",
                 text,
@@ -219,7 +218,8 @@ def _lag(node: Node, later: Node) -> _Found:
         earlier = before.get(peer["node_id"], peer)
         stands = missing > 0 and peer["log_seq"] == earlier["log_seq"] and earlier["told_seq"] > earlier["log_seq"]
         if stands and later is not node:
-            text = f"{peer['name']} says that its log has {peer['told_seq']:,} entries; {missing:,} are not here and none comes"
+            entries = counted(peer["told_seq"], "entry", "entries")
+            text = f"{peer['name']} says that its log has {entries}; {missing:,} of them did not come"
             yield (
                 "problem",
                 text,
@@ -227,7 +227,7 @@ def _lag(node: Node, later: Node) -> _Found:
                 peer["name"],
             )
         elif missing > 0:
-            text = f"{peer['name']} has {missing:,} entries that are not here yet"
+            text = f"{peer['name']} has {counted(missing, 'entry', 'entries')} more than have come here yet"
             yield "note", text, "gossip needs a moment: ask again", peer["name"]
 
 
@@ -239,9 +239,7 @@ def _visibility(node: Node, others: Sequence[Node]) -> _Found:
             continue
         hidden = other["stats"]["pool_anchors"] - peer["anchors"]
         if hidden > 0:
-            text = (
-                f"{other['name']} holds {other['stats']['pool_anchors']:,} anchors and tells of {peer['anchors']:,}: "
-            )
+            text = f"{other['name']} holds {counted(other['stats']['pool_anchors'], 'anchor')} and tells of {peer['anchors']:,}: "
             text += "the others are private, or were repaired too often to be shared"
             yield "note", text, "publish with visibility public, or group with a group that both are in", other["name"]
 
@@ -260,15 +258,15 @@ def _directory(node: Node) -> _Found:
             "",
         )
     if stats["refused_deltas"]:
-        text = f"news were refused {stats['refused_deltas']:,} times: more anchors are announced than this node follows"
+        text = f"news were refused {counted(stats['refused_deltas'], 'time')}: more anchors are announced than this node follows"
         yield "problem", text, "smaller pools at the peers (pool_anchors_max), or fewer peers", ""
     if stats["rejected_anchors"]:
-        text = f"{stats['rejected_anchors']:,} anchors found no room in its own pool"
+        text = f"{counted(stats['rejected_anchors'], 'anchor')} found no room in its own pool"
         yield "problem", text, f"raise pool_bytes_max (now {node['pool_bytes_max']:,} bytes)", ""
     stale = {peer["name"]: peer["misses"].get("not_found", 0) + peer["misses"].get("evicted", 0) for peer in alive}
     for name, count in stale.items():
         if count:
-            text = f"{count:,} blocks that {name} had announced were gone when they were asked for"
+            text = f"{counted(count, 'block')} of what {name} had announced could not be had any longer"
             yield "note", text, "usually nothing; if it goes on, raise pool_bytes_max there", name
 
 
@@ -276,11 +274,13 @@ def _holders(node: Node) -> _Found:
     for peer in node["peers"]:
         misses = sum(peer["misses"].values())
         if peer["busy_told"] and peer["misses"].get("busy", 0) >= max(1.0, BUSY_SHARE * misses):
-            text = f"{peer['name']} was busy {peer['busy_told']:,} times; {peer['misses']['busy']:,} blocks were computed instead"
+            blocks = counted(peer["misses"]["busy"], "block")
+            text = f"{peer['name']} was busy {counted(peer['busy_told'], 'time')}; {blocks} had to be computed instead"
             yield "note", text, "usually nothing: more holders appear by themselves", peer["name"]
         for reason in ("digest_mismatch", "length_mismatch", "tokens_mismatch"):
             if peer["misses"].get(reason):
-                text = f"{peer['misses'][reason]:,} times {peer['name']} sent something else than it had announced ({reason})"
+                times = counted(peer["misses"][reason], "time")
+                text = f"{times} {peer['name']} sent something else than it had announced ({reason})"
                 yield "problem", text, REMEDIES[reason], peer["name"]
 
 
@@ -318,7 +318,7 @@ def _prompt(node: Node, report: Mapping[str, Any] | None) -> _Found:
         sources = sorted({span["source"] for span in report["spans"] if span["source"]})
         yield "ok", f"{reused:,} of {total:,} tokens would come from {', '.join(sources)}", "", ""
     if not reused and not report["covered_tokens"]:
-        text = f"none of its {total:,} tokens stand in anything that is known here"
+        text = f"none of its {counted(total, 'token')} stands in anything that is known here"
         fix = "is it the same text, token for token, and at least 64 tokens of it? Was it prefilled by a peer, and settled?"
         yield "problem", text, fix, ""
     blocked = _blocked(report)
@@ -355,6 +355,7 @@ def _silent(node: Node, peer: Mapping[str, Any]) -> tuple[str, str]:
         return f"it is not asked for another {duration(peer['penalty_s'])}", "see penalties"
     if not peer["anchors"] and not node["stats"]["sharded"]:
         return "it has announced nothing", "have it prefill the text first"
-    return f"none of its {peer['anchors']:,} anchors has a run of this prompt, or none that may be seen", REMEDIES[
-        "not_found"
-    ]
+    return (
+        f"none of its {counted(peer['anchors'], 'anchor')} has a run of this prompt, or none that may be seen",
+        REMEDIES["not_found"],
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from kvcomm_p2p.units import duration
+from kvcomm_p2p.units import counted, duration
 
 RECENT_S = 120.0
 """What has not happened for longer than this is told, but stands in nobody's way."""
@@ -93,4 +93,4 @@ def _level(row: Mapping[str, Any]) -> Literal["note", "problem"]:
 
 
 def _times(row: Mapping[str, Any]) -> str:
-    return f" ({row['count']:,} times, last {duration(row['age_s'])} ago)"
+    return f" ({counted(row['count'], 'time')}, last {duration(row['age_s'])} ago)"

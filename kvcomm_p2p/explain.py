@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcomm_p2p.report import PrefillReport, RunReport, SpanReport
-from kvcomm_p2p.units import duration, size
+from kvcomm_p2p.units import counted, duration, size
 
 CONTEXTS = {
     "same": "the same text",
@@ -149,7 +149,7 @@ def _span_why(span: SpanReport) -> str:
     elif span.kind == "continued":
         parts.append("an earlier turn of its own")
     if span.probes:
-        parts.append(f"{span.probes:,} probes computed")
+        parts.append(f"{counted(span.probes, 'probe')} computed")
     return ": ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:])
 
 
@@ -158,7 +158,7 @@ def _run(number: int, run: RunReport, own_name: str, remark: str) -> Table:
     why = f"this copy was computed behind {behind} (likeness {run.likeness:.2f})"
     why += ", repaired once already; " if run.hops else "; "
     why += "no other copy is known" if not run.others else "others were worth less (see below)"
-    repair = f"{_tokens(run.head_tokens)} of head and {run.probes:,} probes are computed"
+    repair = f"{_tokens(run.head_tokens)} of head and {counted(run.probes, 'probe')} are computed"
     if run.shift:
         repair += "; what the probes show corrects the rest"
     if run.memory:
@@ -224,7 +224,7 @@ def _timings(report: PrefillReport) -> Table:
 
 
 def _tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"
+    return counted(count, "token")
 
 
 def _range(start: int, end: int) -> str:

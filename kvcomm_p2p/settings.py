@@ -299,8 +299,12 @@ def _from_file(environ: Mapping[str, str], problems: list[str]) -> dict[str, tup
         return {}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(f"settings file {path} cannot be read: {error}")
+    except OSError as error:
+        fix = "check KVCOMM_CONFIG" if named else "check its permissions"
+        problems.append(f"settings file {path} cannot be read ({error.strerror or error}): {fix}")
+        return {}
+    except ValueError as error:
+        problems.append(f"settings file {path} is not TOML: {error}")
         return {}
     return {key: (f"{key} in {path}", value) for key, value in table.items()}
 

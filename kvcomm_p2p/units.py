@@ -1,6 +1,11 @@
-"""Sizes and times for people."""
+"""Counts, sizes and times for people."""
 
 from __future__ import annotations
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number of things for people: 1 anchor, 3,000 anchors; `plural` where it is not the noun and an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def size(count_bytes: float) -> str:

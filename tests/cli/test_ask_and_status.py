@@ -40,9 +40,11 @@ def test_json_is_the_reply(kvcomm: Kvcomm) -> None:
     [
         (("--node", "nobody", "hi"), 1, "no node named 'nobody' runs here (these run: coder)"),
         (("--node", "coder", "LONG"), 1, "9,000 tokens"),
-        (("--node", "coder", " "), 1, "the question is empty"),
+        (("--node", "coder", " "), 1, "the prompt is empty: write it in quotes, like kvcomm ask"),
         (("--node", "coder", "--file", "/none", "hi"), 1, "/none cannot be read"),
         (("--node", "coder", "--slot", "x", "hi"), 1, "is not NAME=TEXT"),
+        (("--node", "coder", "Sum up {report} for {who}"), 1, "nothing fills {report}, {who}: give --slot report=TEXT"),
+        (("--node", "coder", "--slot", "a=b", "{a} and {c}"), 1, "nothing fills {c}: give --slot c=TEXT"),
         (("--node", "coder", "--mode", "wild", "hi"), 2, "--mode"),
         (("hi",), 2, "--node"),
     ],
@@ -55,6 +57,21 @@ def test_what_can_go_wrong(kvcomm: Kvcomm, arguments: tuple[str, ...], code: int
     assert "Traceback" not in done.stderr
     assert code == 2 or done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("question", "slots"),
+    [
+        (r"Simplify \frac{a}{b} and \sqrt[n]{x} and x^{n}", []),
+        ("What is ${HOME}, what are {} and {0} and { a }?", []),
+        ("What does f'{name}' print?", ["name={name}"]),
+    ],
+)
+def test_braces_that_are_no_slots_stay(kvcomm: Kvcomm, question: str, slots: list[str]) -> None:
+    kvcomm.node("coder")
+    options = [word for slot in slots for word in ("--slot", slot)]
+    done = kvcomm.run("ask", "--node", "coder", "--max-new-tokens", "20", *options, question)
+    assert (done.returncode, done.stdout.split()) == (0, question.split()), done.stderr
 
 
 def test_a_file_that_is_not_utf_8(kvcomm: Kvcomm, tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Kvcomm
 
+from kvcomm_p2p.cli.texts import text_or_file
 from kvcomm_p2p.doctor import Finding, examine, is_healthy
+from kvcomm_p2p.errors import UsageError
 
 IDENTITY = {"weights": "w", "kv_dtype": "float32", "tokenizer": "t", "rotary": "r", "config": "c", "adapter": ""}
 
@@ -114,12 +117,12 @@ COSTLY = {"what": "tokens 0-90 from other", "reason": "cost", "detail": "recompu
 CAUSES: list[tuple[str, str, str, tuple[Any, ...]]] = [
     # check, what the text says, what the fix says, arguments
     ("peers", "knows no other node", "--join 127.0.0.1:1", (node("me", peers=[]),)),
-    ("peers", "none of its 1 peers is alive", "", (node("me", peer("other", state="dead")),)),
+    ("peers", "of the 1 node that it knows none is alive", "", (node("me", peer("other", state="dead")),)),
     ("cluster key", "other has another cluster key", "cluster.key", (node(), None, [other(cluster_mark="bb")])),
     ("cluster key", "belongs to cluster 'x'", "`cluster` setting", (node(), None, [other(cluster="x")])),
     (
         "cluster key",
-        "3 frames came that were not sealed with this cluster's key, and more",
+        "3 frames came without the seal of this cluster's key, and more",
         "cluster.key",
         (node(dropped={"bad_seal": 1}), node(dropped={"bad_seal": 3})),
     ),
@@ -212,7 +215,7 @@ CAUSES: list[tuple[str, str, str, tuple[Any, ...]]] = [
     ("penalties", "broke the protocol's rules 2 times", "hostile", (node("me", peer("other", violations=2)),)),
     (
         "gossip",
-        "its log has 9 entries; 4 are not here and none comes",
+        "its log has 9 entries; 4 of them did not come",
         "directory",
         (node("me", peer("other", told_seq=9)), node("me", peer("other", told_seq=9))),
     ),
@@ -238,7 +241,7 @@ CAUSES: list[tuple[str, str, str, tuple[Any, ...]]] = [
     ),
     ("own transport", "refuses frames (4 so far)", "", (node(), node(lost={"Syn": 4}))),
     ("own transport", "1 internal errors", "report", (node(failures=1),)),
-    ("this prompt", "none of its 100 tokens stand in anything", "same text", (node(), None, [], report())),
+    ("this prompt", "none of its 100 tokens stands in anything", "same text", (node(), None, [], report())),
 ]
 
 
@@ -258,13 +261,13 @@ def test_every_cause_is_a_problem_of_its_own_check(check: str, text: str, fix: s
         ("neither knows the other", (node("me", peer("third")), None, [other()])),
         ("other has left", (node("me", peer("other", state="left"), peer("third")),)),
         (
-            "has 4 entries that are not here yet",
+            "has 4 entries more than have come here yet",
             (node("me", peer("other", told_seq=9)), node("me", peer("other", told_seq=10, log_seq=6))),
         ),
         ("private", (node(), None, [other(stats={"pool_anchors": 8})])),
         ("keeps no full index", (node("me", peer("other", anchors=0, told_seq=9), stats={"sharded": True}),)),
         ("no peer has announced anything", (node("me", peer("other", anchors=0)),)),
-        ("3 blocks that other had announced were gone", (node("me", peer("other", misses={"evicted": 3})),)),
+        ("3 blocks of what other had announced could not", (node("me", peer("other", misses={"evicted": 3})),)),
         ("busy 7 times; 4 blocks", (node("me", peer("other", busy_told=7, misses={"busy": 4})),)),
         ("5 frames came", (node(dropped={"bad_seal": 5}),)),
         ("5 records had signatures", (node(dropped={"bad_signature": 5}),)),
@@ -323,6 +326,8 @@ def test_a_prompt_that_hits_is_healthy() -> None:
 
 
 def test_the_command(kvcomm: Kvcomm, tmp_path: Path) -> None:
+    missing = kvcomm.run("doctor", "--prompt", "missing.md")
+    assert (missing.returncode, missing.stdout) == (1, "") and "there is no file missing.md" in missing.stderr
     nothing = kvcomm.run("doctor", "--json")
     assert nothing.returncode == 1
     assert "no node of yours runs" in json.loads(nothing.stdout)["nodes"][0]["findings"][0]["text"]
@@ -338,6 +343,21 @@ def test_the_command(kvcomm: Kvcomm, tmp_path: Path) -> None:
     kvcomm.node("loner")
     many = kvcomm.run("doctor", "--prompt", "x")
     assert many.returncode == 1 and "name the one whose lookup misses" in many.stderr
+
+
+@pytest.mark.parametrize("prompt", ["missing.md", "notes/missing", "./x.TXT", "report.json"])
+def test_a_prompt_that_looks_like_a_missing_file_is_an_error(prompt: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"there is no file {re.escape(prompt)}: check the path .*--prompt - reads stdin"
+    ):
+        text_or_file(prompt, "--prompt")
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Judge it.", "v1.5", "either/or is no path", "read notes.md", "報告。", "long" * 2000, "nul \0"]
+)
+def test_other_prompts_are_texts(prompt: str) -> None:
+    assert text_or_file(prompt, "--prompt") == prompt
 
 
 def test_facts_are_not_changed() -> None:

@@ -250,6 +250,7 @@ def test_json_is_the_report(kvcomm: Kvcomm) -> None:
         (("coder", "-"), 1, "the prompt is empty"),
         (("coder", "--slot", "x=y", "hi"), 1, "no text refers to slot 'x'"),
         (("coder", "--slot", "x", "hi"), 1, "is not NAME=TEXT"),
+        (("coder", "what {x} says"), 1, "nothing fills {x}: give --slot x=TEXT or --slot x=@FILE"),
         (("coder", "--slot", "x=@/none", "{x}"), 1, "/none cannot be read"),
         (("coder", "CRASH"), 70, "internal error, please report it"),
         (("coder", "--mode", "wild", "hi"), 2, "--mode"),
