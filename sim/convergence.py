@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import numpy as np
-
-from kvcomm_p2p.protocol.anchors import NO_CHAIN, AnchorMeta, HeldAnchor, Visibility
 from kvcomm_p2p.protocol.events import AnchorsPublished, Effect, Event
-from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId, SequenceId
+from kvcomm_p2p.protocol.ids import AnchorId, ModelId, NodeId
+from kvcomm_p2p.sim.bare_anchors import bare_anchor
 from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.world import World
 
-TOKENS = 32
+BLOCK_BYTES = 32
 MODEL = ModelId(b"update followed.")
 
 
@@ -30,24 +26,9 @@ class Convergence:
         """One update, by this machine. Nothing happens while it is down."""
         if not machine.up or machine.frozen:
             return
-        name = hashlib.blake2b(f"update {number} of {machine.name}".encode(), digest_size=24).digest()
-        meta = AnchorMeta(
-            anchor_id=AnchorId(name[:16]),
-            model_id=MODEL,
-            sequence_id=SequenceId(name[16:]),
-            start=0,
-            end=TOKENS,
-            chain_end=NO_CHAIN,
-            fingerprints=b"",
-            hops=0,
-            visibility=Visibility.PUBLIC,
-            group=b"",
-            kv_bytes=TOKENS,
-        )
-        token_ids = np.zeros(TOKENS, np.uint32)
-        held = HeldAnchor(meta, token_ids, (self._world.new_handle(machine),), (bytes(32),))
+        held = bare_anchor(self._world, machine, MODEL, f"update {number}", blocks=1, block_bytes=BLOCK_BYTES)
         unaware = {other.number: None for other in self._world.nodes if other is not machine and other.up}
-        self._open[machine.node_id, meta.anchor_id] = (self._world.now, unaware)
+        self._open[machine.node_id, held.meta.anchor_id] = (self._world.now, unaware)
         self._world.handle(machine, AnchorsPublished((held,)))
 
     def times_s(self) -> list[float]:

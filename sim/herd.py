@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
-from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, NO_CHAIN, AnchorMeta, BlockKey, HeldAnchor, Visibility
+from kvcomm_p2p.protocol.anchors import BlockKey, HeldAnchor
 from kvcomm_p2p.protocol.events import FinishFetch, Want
-from kvcomm_p2p.protocol.ids import AnchorId, ModelId, SequenceId
+from kvcomm_p2p.protocol.ids import ModelId
+from kvcomm_p2p.sim.bare_anchors import bare_anchor
 from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.world import World
 
@@ -67,7 +65,9 @@ class Herds:
         if len(up) < 2:
             return
         origin = up[number % len(up)]
-        held = self._anchor(number, origin)
+        held = bare_anchor(
+            self._world, origin, MODEL, f"herd {number}", blocks=self._blocks, block_bytes=self._block_bytes
+        )
         sent = self._world.payload_bytes_of[origin.number]
         running = _Running(origin, self._world.now, sent, held.meta.kv_bytes)
         self._world.publish(origin, (held,))
@@ -77,25 +77,6 @@ class Herds:
                 running.pullers += 1
                 at_s = self._world.now + self._rng.random() * self._spread_s
                 self._world.at(at_s, partial(self._fetch, machine, held, running))
-
-    def _anchor(self, number: int, origin: SimNode) -> HeldAnchor:
-        name = hashlib.blake2b(f"herd {number} of {origin.name}".encode(), digest_size=24).digest()
-        tokens = self._blocks * BLOCK_TOKENS
-        meta = AnchorMeta(
-            anchor_id=AnchorId(name[:16]),
-            model_id=MODEL,
-            sequence_id=SequenceId(name[16:]),
-            start=0,
-            end=tokens,
-            chain_end=NO_CHAIN,
-            fingerprints=b"",
-            hops=0,
-            visibility=Visibility.PUBLIC,
-            group=b"",
-            kv_bytes=self._blocks * self._block_bytes,
-        )
-        handles = tuple(self._world.new_handle(origin) for _ in range(self._blocks))
-        return HeldAnchor(meta, np.zeros(tokens, np.uint32), handles, (bytes(32),) * self._blocks)
 
     def _fetch(self, machine: SimNode, held: HeldAnchor, running: _Running) -> None:
         world, meta = self._world, held.meta
