@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from sim_cases import RULES
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol import messages as m
 from kvcomm_p2p.sim import study
@@ -20,7 +20,6 @@ from kvcomm_p2p.sim.scenario import Scenario, check_scenario
 from kvcomm_p2p.sim.simulation import Simulation
 from kvcomm_p2p.sim.worth import worth
 
-RULES = ReuseRules(approximate=True, reason="", kl_target=1.0, kl_max=2.0)
 WRITTEN: dict[str, Any] = {
     "name": "crowd",
     "agents": 5,

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from sim_cases import RULES, TINY
 
-from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.sim import study
 from kvcomm_p2p.sim.cost_table import load_table
 from kvcomm_p2p.sim.curves import quantiles, series
 from kvcomm_p2p.sim.report import page
 from kvcomm_p2p.sim.scenario import check_scenario
 
-RULES = ReuseRules(approximate=True, reason="", kl_target=1.0, kl_max=2.0)
-WRITTEN: dict[str, Any] = {
-    "name": "tiny",
-    "agents": 2,
-    "duration_s": 5.0,
-    "costs": "llama-3.1-8b-h100",
-    "updates": 2,
-    "fabrics": ["none", "peers"],
-    "workload": {"kind": "rag", "tasks_per_s": 1.0, "documents": 4},
-    "network": {"inside": "fast"},
-}
-
 
 @pytest.fixture(scope="module")
 def done() -> study.Study:
-    return study.run_study(check_scenario(WRITTEN), RULES)
+    return study.run_study(check_scenario(TINY), RULES)
 
 
 def test_figures_compare_with_no_sharing(done: study.Study) -> None:
@@ -79,7 +66,7 @@ def test_curves_have_few_points_and_keep_the_ends() -> None:
 def test_who_is_down_answers_nothing_on_any_fabric_and_comes_back_with_nothing() -> None:
     """Agent 0 is down for a third of the run: its prompts of that time are failures, and what it reused before is gone."""
     written = {
-        **WRITTEN,
+        **TINY,
         "duration_s": 60.0,
         "fabrics": ["none", "own", "central", "peers"],
         "workload": {"kind": "rag", "tasks_per_s": 1.0, "documents": 4},

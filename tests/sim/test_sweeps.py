@@ -9,27 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from sim_cases import RULES, TINY
 
 from kvcomm_p2p.errors import ConfigError
-from kvcomm_p2p.planning.types import ReuseRules
 from kvcomm_p2p.sim import sweeps
 from kvcomm_p2p.sim.crossing import crossings, range_of
 
-RULES = ReuseRules(approximate=True, reason="", kl_target=1.0, kl_max=2.0)
-WRITTEN: dict[str, Any] = {
-    "name": "tiny",
-    "agents": 2,
-    "duration_s": 5.0,
-    "costs": "llama-3.1-8b-h100",
-    "updates": 2,
-    "fabrics": ["none", "peers"],
-    "workload": {"kind": "rag", "tasks_per_s": 1.0, "documents": 4},
-    "network": {"inside": "fast"},
-}
-
 
 def test_a_sweep_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = sweeps.points(WRITTEN, {"agents": [2, 3]})
+    points = sweeps.points(TINY, {"agents": [2, 3]})
     rules = replace(RULES, repairs=MappingProxyType(dict(RULES.repairs)))
     (first,) = sweeps.sweep(points[:1], rules, tmp_path)
     assert first["changes"]["agents"] == 2
@@ -58,17 +46,17 @@ class _Here:
 
 
 def test_points_are_all_combinations_and_checked() -> None:
-    made = sweeps.points(WRITTEN, {"agents": [2, 4], "network.loss": [0.0, 0.1]}, repeats=2)
+    made = sweeps.points(TINY, {"agents": [2, 4], "network.loss": [0.0, 0.1]}, repeats=2)
     assert len(made) == 8 and len({point.key for point in made}) == 8
     with pytest.raises(ConfigError, match="nothing to sweep"):
-        sweeps.points(WRITTEN, {})
+        sweeps.points(TINY, {})
     with pytest.raises(ConfigError, match="agents"):
-        sweeps.points(WRITTEN, {"agents": [-2]})
+        sweeps.points(TINY, {"agents": [-2]})
 
 
 def test_a_run_that_cannot_be_done_is_named_and_what_was_done_is_kept(tmp_path: Path) -> None:
     """So few prompts that with this seed none comes."""
-    points = sweeps.points(WRITTEN, {"workload.tasks_per_s": [1.0, 1e-6]})
+    points = sweeps.points(TINY, {"workload.tasks_per_s": [1.0, 1e-6]})
     with pytest.raises(ConfigError, match=r"workload\.tasks_per_s 1e-06.*no task"):
         list(sweeps.sweep(points, RULES, tmp_path, executor=_Here()))
     assert len(list(tmp_path.glob("*.json"))) == 1
@@ -99,7 +87,7 @@ def test_pictures_of_sweeps(tmp_path: Path) -> None:
     from kvcomm_p2p.sim.sweep_plots import draw_sweep
 
     over = {"agents": [2, 3], "network.loss": [0.0, 0.1]}
-    runs = json.loads(json.dumps([sweeps.run_point(point, RULES) for point in sweeps.points(WRITTEN, over)]))
+    runs = json.loads(json.dumps([sweeps.run_point(point, RULES) for point in sweeps.points(TINY, over)]))
     files = draw_sweep("tiny", over, runs, tmp_path)
     assert [path.name for path in files] == [
         "tiny-news-by-agents.png",
