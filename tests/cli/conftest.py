@@ -1,13 +1,14 @@
-"""`kvcomm` as a fixture, and loading the fakes in this process."""
+"""`kvcomm` as a fixture, a model for real agents, and loading the fakes in this process."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from harness import FAKES, Kvcomm
@@ -29,10 +30,19 @@ def kvcomm(runtime_dir: Path) -> Iterator[Kvcomm]:
 
 @pytest.fixture
 def real_kvcomm(runtime_dir: Path) -> Iterator[Kvcomm]:
-    """With real agents: give them a tiny model."""
+    """With real agents: give them `tiny_model`."""
     commands = Kvcomm(runtime_dir, fakes=False)
     yield commands
     commands.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random model, for real agents."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_llama(vocab_size=259).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class Process:
 
 
 class Kvcomm:
-    """`kvcomm …` in a fresh runtime directory."""
+    """`kvcomm …` in a fresh runtime directory; with real agents, each computes on one core."""
 
     def __init__(self, runtime_dir: Path, *, fakes: bool = True) -> None:
         self.runtime_dir = runtime_dir
@@ -72,6 +72,7 @@ class Kvcomm:
             "PYTHONPATH": str(FAKES) if fakes else "",
             "KVCOMM_RUNTIME_DIR": str(runtime_dir),
             "KVCOMM_STATE_DIR": str(runtime_dir / "state"),
+            **({} if fakes else {"OMP_NUM_THREADS": "1"}),
         }
         self._started: list[Process] = []
 

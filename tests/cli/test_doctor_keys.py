@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import Kvcomm, Process, eventually
@@ -15,14 +14,6 @@ from kvcomm_p2p.net.identity import allow, load_allowed, load_identity, make_ide
 from kvcomm_p2p.net.keys import load_cluster_keys, rotate_cluster_key
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_llama(vocab_size=259).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
 
 
 class Machine:
@@ -35,7 +26,6 @@ class Machine:
             "KVCOMM_STATE_DIR": str(folder),
             "KVCOMM_ENCRYPT": "always",
             "KVCOMM_BIND_HOST": host,
-            "OMP_NUM_THREADS": "1",
         }
         self._model = model
 
@@ -50,11 +40,11 @@ class Machine:
 
 
 @pytest.fixture
-def machines(tmp_path: Path, runtime_dir: Path, model: Path) -> Iterator[tuple[Machine, Machine, Machine]]:
+def machines(tmp_path: Path, runtime_dir: Path, tiny_model: Path) -> Iterator[tuple[Machine, Machine, Machine]]:
     """Alice's, bob's, and the one that bob's will be copied to."""
     runtime_dir.mkdir(mode=0o700)
     made = [
-        Machine(tmp_path / name, runtime_dir / name, f"127.0.0.{2 + number}", model)
+        Machine(tmp_path / name, runtime_dir / name, f"127.0.0.{2 + number}", tiny_model)
         for number, name in enumerate(("alice", "bob", "copy"))
     ]
     yield made[0], made[1], made[2]

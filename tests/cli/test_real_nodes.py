@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,8 @@ from kvcomm_p2p.local_names import running_nodes
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
 
-def test_two_nodes_answer_share_and_leave(
-    real_kvcomm: Kvcomm, tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    model = tmp_path / "tiny"
-    tiny_llama(vocab_size=259).save_pretrained(model)
-    tiny_tokenizer.save_pretrained(model)
-    up = real_kvcomm.start("up", "-n", "2", "--json", "--model", str(model), OMP_NUM_THREADS="1")
+def test_two_nodes_answer_share_and_leave(real_kvcomm: Kvcomm, tiny_model: Path) -> None:
+    up = real_kvcomm.start("up", "-n", "2", "--json", "--model", str(tiny_model))
     up.wait_for("all_ready")
     nodes = {node.name: node.pid for node in running_nodes(real_kvcomm.runtime_dir)}
     assert set(nodes) == {"agent-1", "agent-2"}

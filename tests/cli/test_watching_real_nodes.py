@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,12 @@ pytestmark = pytest.mark.timeout(300)  # processes that load torch, on machines 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 
 
-@pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_llama(vocab_size=259).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def cluster(real_kvcomm: Kvcomm, model: Path, tmp_path: Path) -> Iterator[tuple[Kvcomm, Process]]:
+def cluster(real_kvcomm: Kvcomm, tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Kvcomm, Process]]:
     """agent-1 has read TEXT, agent-2 has taken it from there."""
     environment = {"KVCOMM_METRICS_PORT": "any", "KVCOMM_LOG": "json", "KVCOMM_LOG_LEVEL": "debug"}
-    arguments = ("up", "-n", "2", "--json", "--model", str(model), "--record", str(tmp_path / "recordings"))
-    up = real_kvcomm.start(*arguments, OMP_NUM_THREADS="1", **environment)
+    arguments = ("up", "-n", "2", "--json", "--model", str(tiny_model), "--record", str(tmp_path / "recordings"))
+    up = real_kvcomm.start(*arguments, **environment)
     up.wait_for("all_ready")
     for name in ("agent-1", "agent-2"):
         assert eventually(lambda name=name: len(peers(real_kvcomm, name)["peers"]) == 1)
@@ -101,13 +93,14 @@ def test_what_nodes_tell_of_themselves(cluster: tuple[Kvcomm, Process], tmp_path
         assert "quick brown" not in line and "104, 101" not in line
 
 
-def test_a_node_that_is_not_recorded_and_another_cluster_key(real_kvcomm: Kvcomm, model: Path, tmp_path: Path) -> None:
-    first = real_kvcomm.node("one", "--model", str(model), OMP_NUM_THREADS="1")
+def test_a_node_that_is_not_recorded_and_another_cluster_key(
+    real_kvcomm: Kvcomm, tiny_model: Path, tmp_path: Path
+) -> None:
+    first = real_kvcomm.node("one", "--model", str(tiny_model))
     real_kvcomm.node(
         "two",
-        *("--model", str(model), "--join", first.ready["address"]),
+        *("--model", str(tiny_model), "--join", first.ready["address"]),
         KVCOMM_STATE_DIR=str(tmp_path / "other"),
-        OMP_NUM_THREADS="1",
     )
     done = real_kvcomm.run("record", "one", "--to", str(tmp_path / "x"))
     assert done.returncode == 1 and "start it with kvcomm node --record DIR" in done.stderr
