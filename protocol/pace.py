@@ -3,6 +3,8 @@
 Pieces let a holder that many want be left for peers that just got one. Whoever has the holder alone pays for them: a
 request and an answer for each, in which nothing travels. So pieces double with each one that comes, up to GROWTH_MAX
 times, until the holder says BUSY; and begin small again when nothing is under way from it.
+
+`chunk_sizes` remembers what the link to a holder can do, which outlasts its pulls; this, who else wants it just now.
 """
 
 from __future__ import annotations
