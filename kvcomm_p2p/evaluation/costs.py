@@ -101,7 +101,8 @@ def measure_costs(
         samples: list[tuple[int, int, float]] = []
         for tokens, cached in [*((length, 0) for length in lengths), *RECOMPUTED]:
             if tokens + cached <= runner.spec.context_tokens_max:
-                samples.append((tokens, cached, _forward_s(runner, tokens, cached, repeats, seed)))
+                seconds = timed_forward_s(runner, tokens, cached, repeats=repeats, seed=seed)
+                samples.append((tokens, cached, seconds))
             step(f"{tokens} tokens behind {cached}")
         aligned_bytes, align_seconds = _align(runner, repeats, seed)
         step("align")
@@ -190,11 +191,14 @@ def _ids(runner: ModelRunner, tokens: int, seed: int) -> np.ndarray[tuple[int], 
     return np.random.default_rng(seed).integers(0, runner.vocabulary_size, tokens)
 
 
-def _forward_s(runner: ModelRunner, tokens: int, cached: int, repeats: int, seed: int) -> float:
-    """Behind nothing into a cache of its own, as every prompt has one."""
+def timed_forward_s(
+    runner: ModelRunner, tokens: int, cached: int = 0, *, repeats: int, seed: int, warm_ups: int = 1
+) -> float:
+    """Median seconds of a forward over `tokens` random tokens behind `cached` ones, after `warm_ups` that do not count; behind
+    nothing into a cache of its own, as every prompt has one. Raises UsageError beyond the model's context."""
     ids = _ids(runner, tokens + cached, seed)
     if not cached:
-        return median_s(lambda: runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS)), repeats)
+        return median_s(lambda: runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS)), repeats, warm_ups=warm_ups)
     cache = runner.new_cache(tokens + cached)
     assert isinstance(cache, KVCache)
     runner.prefill(ids[:cached], cache)
@@ -203,7 +207,7 @@ def _forward_s(runner: ModelRunner, tokens: int, cached: int, repeats: int, seed
         cache.truncate(cached)
         runner.prefill(ids[cached:], cache, cached)
 
-    return median_s(forward, repeats)
+    return median_s(forward, repeats, warm_ups=warm_ups)
 
 
 def _align(runner: ModelRunner, repeats: int, seed: int) -> tuple[int, float]:

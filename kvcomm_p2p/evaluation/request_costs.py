@@ -199,11 +199,11 @@ def _line(samples: list[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, float(np.mean(medians)) - slope * float(np.mean(sizes))), slope
 
 
-def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `repeats` calls, after one that only warms up."""
+def median_s(call: Callable[[], object], repeats: int, *, warm_ups: int = 1) -> float:
+    """Median seconds of `repeats` calls (at least one), after `warm_ups` that do not count."""
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(warm_ups + repeats):
         started = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - started)
-    return median(seconds[1:])
+    return median(seconds[warm_ups:])

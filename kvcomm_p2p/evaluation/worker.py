@@ -10,6 +10,7 @@ ended), and keeps stdout to itself: what libraries print goes to stderr.
     {"do": "wait", "anchors": n}                                  -> {}: some peer is known to hold n anchors
     {"do": "measure", "messages", "slots", "tokens", "dense_first"} -> see `_measure`
     {"do": "answer", "messages", "slots", "tokens", "mode"}          -> as a user asks; see `_answer`
+    {"do": "forward", "tokens", "seed"}                              -> {"seconds"}: of one forward over random tokens
     {"do": "sent"}                                                -> {"bytes", "frames", "lost"}: by message type
     {"do": "strike", "messages", "slots", "tokens", "pid", "signal", "after_bytes"} -> see `_strike`
 """
@@ -25,13 +26,12 @@ import time
 from functools import partial
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import KVCommError
 from kvcomm_p2p.evaluation.compare import aside, compare_filled, timed_fill
-from kvcomm_p2p.evaluation.costs import ANSWER_ROWS
+from kvcomm_p2p.evaluation.costs import timed_forward_s
 from kvcomm_p2p.model.decoding import Sampling
 from kvcomm_p2p.planning.types import Mode
 from kvcomm_p2p.prompts import PreparedPrompt, prepare
@@ -83,7 +83,9 @@ async def _obey(agent: Agent, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "answer":
         return await _answer(agent, command)
     if command["do"] == "forward":
-        return {"seconds": await aside(partial(_forward_s, agent, command["tokens"], command["seed"]))}
+        # Once, in a process that was idle before: as a request finds it.
+        timed = partial(timed_forward_s, agent.runner, command["tokens"], repeats=1, seed=command["seed"], warm_ups=0)
+        return {"seconds": await aside(timed)}
     started = time.perf_counter()
     prompt = prepare(agent.runner.tokenizer, command["messages"], command["slots"])
     tokenize_s = time.perf_counter() - started
@@ -203,19 +205,6 @@ async def _compared(agent: Agent, dense: Filled, shared: Filled, tokens: int) ->
         "identical_tokens": divergence.identical_tokens,
         "report": shared.report.as_dict(),
     }
-
-
-def _forward_s(agent: Agent, tokens: int, seed: int) -> float:
-    """Seconds of one forward over so many random tokens as a request computes them: once, in a process that was idle before."""
-    runner = agent.runner
-    ids = np.random.default_rng(seed).integers(0, runner.vocabulary_size, tokens)
-
-    def forward() -> float:
-        started = time.perf_counter()
-        runner.prefill(ids, runner.new_cache(tokens + ANSWER_ROWS))
-        return time.perf_counter() - started
-
-    return runner.in_forward_thread(forward)
 
 
 def _plain_s(agent: Agent, prompt: PreparedPrompt) -> float:
