@@ -68,7 +68,9 @@ def validate(
         save_table(real.costs(load_table(costs)), here)
         quantities = agreement(real, _simulated(path, str(here), seed))
     case = f"{len(real.head.agents)} agents"
-    result = Result("sim validate", _rows(case, quantities, real.head.load_before, real.end.duration_s), seed)
+    command = f"sim validate --agents {len(real.head.agents)}"
+    command += f" --requests {requests}" if recording is None else f" --recording {recording.name}"
+    result = Result(command, _rows(case, quantities, real.head.load_before, real.end.duration_s), seed)
     if save is not None:
         result.write(save)
     if as_json:
