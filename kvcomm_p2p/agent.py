@@ -304,7 +304,7 @@ class Agent:
             return await self._done(stack, stack.engine.explain(prepared, chosen, exact_only=reason))
 
     async def forget(self, what: str, *, everywhere: bool = False) -> Forgotten:
-        """Erase a text, or an anchor (its id in hex), here or `everywhere`, for good. Raises UsageError for too short a text."""
+        """Erase a text or an anchor (see `forgetting.anchor_named`), here or `everywhere`, for good. Raises UsageError."""
         stack = self._running()
         return await self._done(stack, stack.forget(what, everywhere=everywhere))
 

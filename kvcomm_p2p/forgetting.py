@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,13 @@ from kvcomm_p2p.protocol.erasure_names import stretches
 from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, AnchorId, NodeId
 from kvcomm_p2p.protocol.messages import ERASURE_ID_BYTES, STRETCH_TOKENS, Erasure
 
-_ANCHOR = re.compile(rf"[0-9a-fA-F]{{{2 * ANCHOR_ID_BYTES}}}")
+DIGITS_MIN = 8
+"""Of an anchor's id; as many as people are shown of it."""
+
+AMBIGUOUS_SHOWN = 4
+"""Ids that an error names."""
+
+_ANCHOR = re.compile(rf"[0-9a-fA-F]{{{DIGITS_MIN},{2 * ANCHOR_ID_BYTES}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +34,11 @@ class Forgotten:
 
 
 async def forget(driver: Driver, tokenizer: Any, what: str, erasing_key: bytes, *, everywhere: bool) -> Forgotten:
-    """On the driver's loop. `what`: a text, or the 32 hex digits of an anchor's id. Raises UsageError for a text that is too
-    short to be told from others."""
-    if _ANCHOR.fullmatch(what.strip()):
-        erasures = anchor_erasures(driver, AnchorId(bytes.fromhex(what.strip())), erasing_key)
+    """On the driver's loop. `what`: a text, or an anchor's id (see `anchor_named`). Raises UsageError for a text that is too
+    short to be told from others, and for the beginning of an id that does not name one anchor."""
+    anchor_id = anchor_named(what.strip(), driver.known_anchors)
+    if anchor_id is not None:
+        erasures = anchor_erasures(driver, anchor_id, erasing_key)
     else:
         erasures = text_erasures(driver.node_id, tokenizer, what, erasing_key)
     identity = driver.identity
@@ -39,6 +46,31 @@ async def forget(driver: Driver, tokenizer: Any, what: str, erasing_key: bytes, 
     anchors = await driver.erase(signed, everywhere=everywhere)
     alive = sum(peer.state == "alive" for peer in driver.peers())
     return Forgotten(anchors, alive if everywhere else 0)
+
+
+def anchor_named(word: str, known: Callable[[], Iterable[AnchorId]]) -> AnchorId | None:
+    """The anchor whose id is `word`: all its 32 hex digits, or the first DIGITS_MIN or more where they name one of `known`.
+
+    None: `word` is a text; so is a number that no known id begins with. Raises UsageError if several ids begin with it, or none.
+    """
+    if not _ANCHOR.fullmatch(word):
+        return None
+    digits = word.lower()
+    if len(digits) == 2 * ANCHOR_ID_BYTES:
+        return AnchorId(bytes.fromhex(digits))
+    found = sorted(each for each in known() if each.hex().startswith(digits))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(each.hex() for each in found[:AMBIGUOUS_SHOWN])
+        more = ", …" if len(found) > AMBIGUOUS_SHOWN else ""
+        raise UsageError(f"{len(found):,} anchors have ids that begin with {word} ({ids}{more}): give more digits")
+    if digits.isdecimal():
+        return None
+    raise UsageError(
+        f"no anchor that is known here has an id that begins with {word}: give all {2 * ANCHOR_ID_BYTES} digits of one "
+        "that is not; if this is a text, give some of what stands around it, too"
+    )
 
 
 def text_erasures(me: NodeId, tokenizer: Any, text: str, erasing_key: bytes) -> list[Erasure]:

@@ -226,11 +226,14 @@ class Node:
 
     def knows(self, holder: NodeId, anchor_id: AnchorId) -> bool:
         """Whether the holder has this anchor, as far as its log is known here."""
-        log = self._community.replicas.log(holder)
-        return log is not None and log.lists(anchor_id)
+        return (log := self.log_of(holder)) is not None and log.lists(anchor_id)
 
     def held(self, anchor_id: AnchorId) -> HeldAnchor | None:
         return self._pool.get(anchor_id)
+
+    def pooled(self) -> frozenset[AnchorId]:
+        """Ids of what the own pool holds, private anchors, too."""
+        return frozenset(meta.anchor_id for meta in self._pool.metas())
 
     def encodes(self, holder: NodeId) -> bool:
         """See `Sharing.encodes`."""
@@ -239,8 +242,7 @@ class Node:
     def peers(self, only: Iterable[NodeId] | None = None) -> tuple[PeerView, ...]:
         """All peers that are remembered, or those among `only`, ascending by node id."""
         peers = self._members if only is None else filter(None, map(self._members.get, only))
-        views = [self._view(peer) for peer in peers]
-        return tuple(sorted(views, key=lambda view: view.node_id))
+        return tuple(sorted(map(self._view, peers), key=lambda view: view.node_id))
 
     def _view(self, peer: Peer) -> PeerView:
         log = self._community.replicas.log(peer.node_id)
@@ -380,8 +382,7 @@ class Node:
         if self._penalties.left_s(event.holder, now) > 0:
             return [finish(event, Miss(MissReason.STALLED, "failed to deliver before"))]
         effects: list[Effect] = [] if peer.introduced else [self._community.introduction(peer)]
-        question = self._tokens.ask(event, now)
-        return [*effects, SendMessage(peer.node_id, peer.record.control, question)]
+        return [*effects, SendMessage(peer.node_id, peer.record.control, self._tokens.ask(event, now))]
 
     def _on_get_tokens(self, sender: NodeId, message: GetTokens, now: float) -> list[Effect]:
         peer = self._members.get(sender)
@@ -390,8 +391,7 @@ class Node:
             return []
         if not self._uploads.requests.admits(sender, now):
             return []
-        answer = self._uploads.tokens_for(sender, message)
-        return [SendMessage(sender, peer.record.control, answer)]
+        return [SendMessage(sender, peer.record.control, self._uploads.tokens_for(sender, message))]
 
     def _on_fetch(self, event: FetchRequested, now: float) -> list[Effect]:
         return self._pulls.fetch(event, now, self._custody.refusal(event))

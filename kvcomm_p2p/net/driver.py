@@ -315,6 +315,11 @@ class Driver:
         """Loop. An anchor of the own pool."""
         return self._interpreter.node.held(anchor_id)
 
+    def known_anchors(self) -> frozenset[AnchorId]:
+        """Loop. Those of the own pool, and of peers as far as their logs are known here."""
+        node = self._interpreter.node
+        return node.pooled().union(*(node.known_of(peer.node_id) for peer in node.peers()))
+
     def peers(self) -> tuple[PeerView, ...]:
         """Loop. All peers that are remembered."""
         return self._interpreter.node.peers()

@@ -13,8 +13,10 @@ from agent_cases import eventually, fill, joined, met, no_leaks, pool_metas, ran
 
 from kvcomm_p2p.agent import Agent
 from kvcomm_p2p.errors import ConfigError, UsageError
+from kvcomm_p2p.forgetting import anchor_named
 from kvcomm_p2p.net.identity import load_identity, make_identity
 from kvcomm_p2p.net.keys import ClusterKeys
+from kvcomm_p2p.protocol.ids import AnchorId
 
 MakeAgent = Callable[..., Agent]
 
@@ -81,6 +83,51 @@ def test_an_anchor_is_forgotten_by_its_name(make_agent: MakeAgent) -> None:
             assert first.anchor_id not in {meta.anchor_id for meta in await pool_metas(ann)}
 
     asyncio.run(run())
+
+
+def test_an_anchor_of_a_peer_is_forgotten_by_the_beginning_of_its_name(make_agent: MakeAgent) -> None:
+    async def run() -> None:
+        async with make_agent("ann") as ann, make_agent("bob", join=[ann.address]) as bob:
+            await fill(ann, random_ids(1, 200))
+            await met(ann, bob)
+            await shared(ann, bob)
+            first = min(await pool_metas(ann), key=lambda meta: meta.start)
+            assert (await bob.forget(first.anchor_id.hex()[:8], everywhere=True)).told == 1
+            end = 200
+            while first.anchor_id in {meta.anchor_id for meta in await pool_metas(ann)} and end:
+                end -= 1
+                await asyncio.sleep(0.02)
+            assert end, "ann has forgotten it"
+            with pytest.raises(
+                UsageError, match="no anchor that is known here has an id that begins with abcdef012345"
+            ):
+                await bob.forget("abcdef012345")
+
+    asyncio.run(run())
+
+
+def test_what_names_an_anchor() -> None:
+    known = [
+        AnchorId(bytes.fromhex(digits)) for digits in ("12345678" + "0" * 24, "ab345678" * 4, "ab34567890" + "f" * 22)
+    ]
+
+    def named(word: str) -> str:
+        found = anchor_named(word, lambda: known)
+        return "" if found is None else found.hex()
+
+    assert named("12345678") == named("12345678000") == named("12345678" + "0" * 24) == known[0].hex()
+    assert named("AB3456789") == known[2].hex()
+    assert named("c" * 32) == "c" * 32, "a whole id may be unknown here"
+    for text in ("ab34567", "ab345678 ", "fade away", "g" * 32, "0" * 33, "20261130"):
+        assert named(text) == "", text
+    with pytest.raises(
+        UsageError, match=f"2 anchors have ids that begin with ab345678 .ab34567890f+, {known[1].hex()}"
+    ):
+        named("ab345678")
+    with pytest.raises(
+        UsageError, match="no anchor that is known here has an id that begins with deadbeef: give all 32"
+    ):
+        named("deadbeef")
 
 
 def test_encrypted_agents_share(make_agent: MakeAgent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
