@@ -160,6 +160,7 @@ async def _run(
         port=options.port,
     )
     server = LocalServer(agent, claim, system=options.system)
+    ready = False  # what never was does not leave
     try:
         if not await _finished_before(stop, agent.start()):
             return ExitCode.INTERRUPTED
@@ -174,6 +175,7 @@ async def _run(
             load_s=round(time.monotonic() - began, 3),
             hints=not options.watch_parent,
         )
+        ready = True
         await _until_stopped(stop, server.wait_stop_requested(), _watch_peers(agent, options.join, reporter))
         reporter.say("leaving")
         return ExitCode.OK
@@ -181,7 +183,8 @@ async def _run(
         threading.Thread(target=_end_hard_after_grace, name="kvcomm-grace", daemon=True).start()
         await server.close()
         await agent.close()
-        reporter.say("left")
+        if ready:
+            reporter.say("left")
 
 
 def _interrupted(stop: asyncio.Event) -> None:

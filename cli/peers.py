@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcomm_p2p.cli.outcome import PartialError, guarded
-from kvcomm_p2p.cli.output import duration, emit, size, stderr, stdout, write_text
+from kvcomm_p2p.cli.output import counted, duration, emit, size, stderr, stdout, write_text
 from kvcomm_p2p.cli.setup import load_settings
 from kvcomm_p2p.errors import KVCommError
 
@@ -115,12 +115,12 @@ def remarks(node: Mapping[str, Any]) -> list[str]:
             reasons = sorted(peer["misses"].items(), key=lambda item: (-item[1], item[0]))
             parts.append("missed " + ", ".join(f"{reason} {count:,}" for reason, count in reasons))
         if peer["busy_told"] or peer["busy_given"]:
-            parts.append(f"busy {peer['busy_told']:,} times for us, {peer['busy_given']:,} we for it")
+            parts.append(f"busy {counted(peer['busy_told'], 'time')} for us, {peer['busy_given']:,} we for it")
         if peer["penalties"]:
             left = f", not asked for another {duration(peer['penalty_s'])}" if peer["penalty_s"] > 0 else ""
-            parts.append(f"{peer['penalties']:,} penalties{left}")
+            parts.append(f"{counted(peer['penalties'], 'penalty', 'penalties')}{left}")
         if peer["violations"]:
-            parts.append(f"{peer['violations']:,} violations")
+            parts.append(counted(peer["violations"], "violation"))
         if parts:
             lines.append(f"{peer['name']}: " + "; ".join(parts))
     return lines

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcomm_p2p.cli.outcome import ExitCode, guarded
-from kvcomm_p2p.cli.output import emit, stdout
+from kvcomm_p2p.cli.output import counted, emit, stdout
 from kvcomm_p2p.cli.peers import AsJson, ask
 from kvcomm_p2p.cli.setup import load_settings
 from kvcomm_p2p.errors import UsageError
@@ -54,7 +54,7 @@ def record(
         emit({"path": str(to), "events": events, "redacted": found["redacted"]})
         return
     kept = "token ids are redacted" if found["redacted"] else "it holds token ids: do not give it away"
-    stdout().print(f"{events:,} events of {name} are in {to}; {kept}", markup=False, soft_wrap=True)
+    stdout().print(f"{to} has {counted(events, 'event')} of {name}; {kept}", markup=False, soft_wrap=True)
 
 
 @guarded
@@ -74,6 +74,6 @@ def replay(
         emit({"events": outcome.events, "same": same, "differs_at": outcome.differs_at, "end": outcome.end})
     else:
         end = "" if outcome.end else " (the file was cut off after them)"
-        text = f"{outcome.events:,} events gave the same effects{end}"
+        text = f"{counted(outcome.events, 'event')} gave the same effects{end}"
         stdout().print(text if same else f"{text}; event {outcome.differs_at:,} did not", markup=False, soft_wrap=True)
     raise typer.Exit(ExitCode.OK if same else ExitCode.USER)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcomm_p2p.cli.outcome import guarded
-from kvcomm_p2p.cli.output import emit, stderr, stdout, write_text
+from kvcomm_p2p.cli.output import counted, emit, stderr, stdout, write_text
 from kvcomm_p2p.cli.sim_ablate import ablate
 from kvcomm_p2p.cli.sim_failing import telling_failures
 from kvcomm_p2p.cli.sim_hunt import hunt
@@ -123,14 +123,16 @@ def run(
         save_study(result, study, save)
     if csv_path is not None:
         _write_csv(rows, csv_path)
-    if plots is not None:
-        draw(study, plots)
+    pictures = [] if plots is None else draw(study, plots)
     if report is not None:
         write_report(study, rows, report, command)
     if as_json:
         write_text(result.to_json() + "\n")
     else:
         stdout().print(result.table())
+    for path in (save, csv_path, report, *pictures):
+        if path is not None:
+            stderr().print(f"written: {path}", markup=False, soft_wrap=True)
 
 
 @sim.command()
@@ -277,7 +279,7 @@ def _keeping(folder: Path, runs: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        stderr().print(f"{len(runs)} runs are kept in {folder}: the same command goes on there", soft_wrap=True)
+        stderr().print(f"{folder} keeps {counted(len(runs), 'run')}: the same command goes on there", soft_wrap=True)
         raise
     except OSError as error:
         raise ConfigError(

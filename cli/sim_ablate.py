@@ -12,6 +12,7 @@ from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, write_text
 from kvcomm_p2p.cli.sim_inputs import chosen_scenario, rules_of, runs_at_once, told
 from kvcomm_p2p.cli.sim_results import print_table, result_of, write_whole
+from kvcomm_p2p.sim.ablations import ABLATIONS  # loads nothing else of the simulator
 
 if TYPE_CHECKING:
     from kvcomm_p2p.sim.study import Figure
@@ -29,7 +30,9 @@ def ablate(
     without: Annotated[
         list[str] | None,
         typer.Option(
-            "--without", metavar="PART", help="Take away this; repeatable [default: the scenario's, or each]."
+            "--without",
+            metavar="PART",
+            help=f"Take away this: {', '.join(each.name for each in ABLATIONS)}; repeatable [default: the scenario's, or each].",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="So many, from the scenario's seed on.")] = 3,
@@ -40,7 +43,6 @@ def ablate(
     ] = None,
 ) -> None:
     """What each part of the protocol is worth in a scenario: with everything, and without each part, for several seeds."""
-    from kvcomm_p2p.sim.ablations import ABLATIONS
     from kvcomm_p2p.sim.worth import runs_of_seeds, worth
 
     chosen = chosen_scenario(scenario, [*(changes or ()), 'fabrics=["peers"]'])

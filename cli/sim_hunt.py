@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvcomm_p2p.cli.outcome import ExitCode, guarded
-from kvcomm_p2p.cli.output import stdout
+from kvcomm_p2p.cli.output import counted, duration, stdout
 from kvcomm_p2p.cli.sim_failing import tell_failure
 from kvcomm_p2p.cli.sim_inputs import rules_of
 
@@ -37,6 +37,7 @@ def hunt(
         rules = rules_of(scenario)
         if check(scenario, rules, every=EVERY) is not None:
             tell_failure(scenario, rules, shrink=shrink, every=EVERY, into=into)
-    minutes = (time.monotonic() - began) / 60
-    stdout().print(f"{runs} scenarios (seeds {seed} to {seed + runs - 1}) broke nothing in {minutes:.1f} minutes")
+    seeds = f"seed {seed}" if runs == 1 else f"seeds {seed} to {seed + runs - 1}"
+    took = duration(time.monotonic() - began)
+    stdout().print(f"{counted(runs, 'scenario')} ({seeds}) broke nothing in {took}", soft_wrap=True)
     raise typer.Exit(ExitCode.OK)

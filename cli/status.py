@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from kvcomm_p2p.cli.outcome import PartialError
-from kvcomm_p2p.cli.output import duration, emit, size, stderr, stdout
+from kvcomm_p2p.cli.output import counted, duration, emit, size, stderr, stdout
 from kvcomm_p2p.errors import KVCommError
 from kvcomm_p2p.local_api import find_socket, request
 from kvcomm_p2p.local_names import running_nodes
@@ -109,7 +109,7 @@ def _remarks(status: Mapping[str, Any]) -> list[str]:
     if status["exact_only_reason"]:
         lines.append(f"{status['name']} reuses exact prefixes only: {status['exact_only_reason']}")
     if status.get("deviations"):
-        kept = f"{status['deviations']:,} deviations ({size(status['deviation_bytes'])})"
+        kept = f"{counted(status['deviations'], 'deviation')} ({size(status['deviation_bytes'])})"
         lines.append(f"{status['name']} remembers {kept} to correct short runs by")
     if status["misses"]:
         reasons = sorted(status["misses"].items(), key=lambda item: (-item[1], item[0]))

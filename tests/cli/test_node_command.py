@@ -66,6 +66,7 @@ def test_a_port_in_use_and_a_missing_model_are_said_in_one_sentence(kvcomm: Kvco
     missing = kvcomm.run("node", "--name", "coder", "--model", "missing")
     assert missing.returncode == 1
     assert missing.stderr == "error: the model missing is not here yet: run `kvcomm model pull missing`\n"
+    assert missing.stdout == "coder: loading missing …\n", "what never was there does not leave"
     assert [each.name for each in running_nodes(kvcomm.runtime_dir)] == ["planner"]
 
 

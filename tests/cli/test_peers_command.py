@@ -16,7 +16,7 @@ def test_the_table_says_who_is_there_and_what_passed(kvcomm: Kvcomm) -> None:
     for expected in ("peers of coder", "planner", "abababab", "alive", "another", "4/9", "8 of 9", "46.1 kB", "2.0 ms"):
         assert expected in done.stdout, expected
     told = "planner: missed busy 5, stalled 2; busy 3 times for us, 0 we for it; 2 penalties, not asked for another 12.00 s; "
-    assert told + "1 violations" in done.stdout
+    assert told + "1 violation" in done.stdout
     assert "metrics: http://127.0.0.1:9/metrics" in done.stdout
 
 

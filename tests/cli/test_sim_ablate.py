@@ -9,6 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcomm_p2p.cli.app import app
+from kvcomm_p2p.sim.ablations import ABLATIONS
+
+ROOT = Path(__file__).parents[2]
 
 TINY = """
 about = "Two agents for a moment"
@@ -60,4 +63,12 @@ def test_the_scenarios_own_ablations_are_the_default_and_unknown_parts_are_refus
     told = ablate("--set", 'ablations=["provenance"]', "--seeds", "1", "--jobs", "1", "--json")
     kept = json.loads(told[told.index("{") :])
     assert {row["case"] for row in kept["rows"]} == {"tiny: peers (this protocol)", "tiny: peers, without provenance"}
-    assert "'gossip' is unknown" in ablate("--without", "gossip", code=1)
+    refused = ablate("--without", "gossip", code=1)
+    assert "'gossip' is unknown: choose of referrals, replication" in refused
+
+
+def test_help_and_document_list_the_parts() -> None:
+    told = " ".join(ablate("--help").split())
+    document = " ".join((ROOT / "docs" / "cli.md").read_text(encoding="utf-8").split())
+    for part in ABLATIONS:
+        assert part.name in told and f"`{part.name}`" in document

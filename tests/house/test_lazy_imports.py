@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from house import ROOT
 
 HEAVY = ("torch", "transformers", "zmq", "accelerate", "triton")
 
@@ -47,6 +48,11 @@ def test_help_needs_neither_models_nor_arrays(source: str) -> None:
 )
 def test_light_rooms(module: str) -> None:
     assert loaded(f"import kvcomm_p2p.{module}", *HEAVY) == set()
+
+
+def test_the_example_shares_cores_before_torch_is_there() -> None:
+    example = str(ROOT / "examples" / "two_agents.py")
+    assert loaded(f"import runpy; runpy.run_path({example!r}, run_name='example')", *HEAVY) == set()
 
 
 def test_the_test_sees_what_is_loaded() -> None:
