@@ -11,7 +11,7 @@ import msgspec
 from kvcomm_p2p.protocol.ids import NODE_ID_BYTES, NodeId
 from kvcomm_p2p.protocol.messages import MemberRecord
 from kvcomm_p2p.sim.links import Cut
-from kvcomm_p2p.sim.machine import SimNode
+from kvcomm_p2p.sim.machine import Kept, SimNode
 from kvcomm_p2p.sim.scenario import FaultSpec
 from kvcomm_p2p.sim.world import World
 
@@ -102,19 +102,20 @@ class Faults:
         self.world.at(self.world.now + fault.every_s, lambda: self._churn(fault, hit, end_s))
 
     def bring_back(self, machine: SimNode, fault: FaultSpec) -> None:
-        """Start a crashed node again and let it join. With state it is who it was, in its next epoch, or in the same again where
-        that is rolled back; without, a new node at the same address."""
+        """Start a crashed node again and let it join. With state it is who it was, in its next epoch, with what it kept; rolled
+        back, in the same epoch again, with what it found when that began. Without, it is a new node at the same address."""
         if machine.up:
             return
         me: MemberRecord = machine.node.me
         if fault.keeps_state and fault.rolled_back:
-            record = me
+            record, kept = me, machine.found
             self.world.rolled_back.add((me.node_id, me.epoch))
         elif fault.keeps_state:
-            record = msgspec.structs.replace(me, epoch=me.epoch + 1)
+            record, kept = msgspec.structs.replace(me, epoch=me.epoch + 1), machine.kept
         else:
-            record = msgspec.structs.replace(me, node_id=NodeId(self.rng.randbytes(NODE_ID_BYTES)), epoch=1)
-        self.world.restart(machine, record)
+            node_id = NodeId(self.rng.randbytes(NODE_ID_BYTES))
+            record, kept = msgspec.structs.replace(me, node_id=node_id, epoch=1), Kept()
+        self.world.restart(machine, record, kept)
         seeds = [] if machine.alone else self.seeds(machine)
         if seeds:
             self.world.join(machine, *seeds)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvcomm_p2p.protocol import events as ev
 from kvcomm_p2p.protocol.anchors import BlockHandle
@@ -29,13 +30,28 @@ class Hardware:
     """Processor time per control frame received; frames of a node wait for each other."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is on a node's disk, as it asked for it: the same that real ones keep (`kvcomm_p2p.net.durable`), apart from who it
+    is, which the caller of `World.restart` says."""
+
+    state: ev.SaveState | None = None
+    erasures: bytes = b""
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """What `protocol.node.Node` is given of its earlier lives."""
+        incarnation, addresses = (0, ()) if self.state is None else (self.state.incarnation, self.state.addresses)
+        return {"incarnation": incarnation, "addresses": addresses, "erasures": self.erasures}
+
+
 @dataclass(slots=True)
 class SimNode:
     """One machine. `generation` counts restarts: what was sent to an earlier one is lost. `alone`: its node has no peers to
     talk to, so its timers are not kept. `offers`: blocks in shared memory that wait to be told of (peer, pull, where); `filled`:
     bytes that came for a reserved handle; `hashed_at`: when each hashing thread will be idle. `computed_by`: whose model's
     values stand behind a handle, wherever they came from. `waiting`: what came while it was frozen, and the moment in which it
-    was sent."""
+    was sent. `kept`: what is on its disk; `found`: what was there when its node began."""
 
     number: int
     name: str
@@ -60,13 +76,20 @@ class SimNode:
     fetches: dict[int, Callable[[ev.FinishFetch], None]] = field(default_factory=dict)
     tokens: dict[int, Callable[[ev.FinishTokens], None]] = field(default_factory=dict)
     lookups: dict[int, Callable[[ev.FinishLookup], None]] = field(default_factory=dict)
-    saved: ev.SaveState | None = None
-    erasures: bytes = b""
+    kept: Kept = field(default_factory=Kept)
+    found: Kept = field(default_factory=Kept)
     next_id: int = 1
 
     @property
     def node_id(self) -> NodeId:
         return self.node.me.node_id
+
+    def save(self, effect: ev.SaveState | ev.SaveErasures) -> None:
+        """Keep this for the next start."""
+        if isinstance(effect, ev.SaveState):
+            self.kept = replace(self.kept, state=effect)
+        else:
+            self.kept = replace(self.kept, erasures=effect.packed)
 
     def let_go(self, handle: BlockHandle) -> bool:
         """One reference to a block less; with the last one everything known of it is gone. False if there was none."""

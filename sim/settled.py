@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import networkx as nx
+
 from kvcomm_p2p.sim.invariants import Invariants
+from kvcomm_p2p.sim.machine import SimNode
 from kvcomm_p2p.sim.simulation import Simulation
 from kvcomm_p2p.sim.world import World
 
@@ -77,7 +82,7 @@ def _bound_s(simulation: Simulation) -> float | None:
     world, scenario, config = simulation.world, simulation.scenario, simulation.world.nodes[0].config
     if len(world.nodes) > SETTLED_MAX or world.links.cuts or any(machine.frozen for machine in world.nodes):
         return None
-    if _nobody_to_join(world):
+    if _cut_off(world):
         return None
     loss = scenario.network.loss
     for fault in scenario.faults:
@@ -91,11 +96,31 @@ def _bound_s(simulation: Simulation) -> float | None:
     return (AGREE_S + RECONTACTS * config.recontact_s) / (1 - loss) ** 2
 
 
-def _nobody_to_join(world: World) -> bool:
-    """Whether somebody came back whose only seed (see `Simulation`: the first other agent) is gone: unlike a real node it has
-    no addresses kept, so two such may never hear of each other."""
-    returned = sorted({number for _, number, on in world.switched if on})
-    return any(not world.nodes[0 if number else 1].up for number in returned if len(world.nodes) > 1)
+def _cut_off(world: World) -> bool:
+    """Whether some that came back find no others, or only each other: their seed (see `Simulation`: the first other agent) and
+    those whose addresses they had kept are gone. Who was never away knows where everybody is."""
+    up = {machine.node.me.control: machine for machine in world.nodes if machine.up}
+    if len(up) < 2:
+        return False
+    returned = {number for _, number, on in world.switched if on}
+    asks = nx.Graph()
+    asks.add_nodes_from(up)
+    for address, machine in up.items():
+        known: Iterable[str] = up
+        if machine.number in returned:
+            known = [address for address in _asked_by(world, machine) if address in up]
+            if not known:
+                return True
+        asks.add_edges_from((address, other) for other in known)
+    return not nx.is_connected(asks)
+
+
+def _asked_by(world: World, machine: SimNode) -> list[str]:
+    """Whom it asks for the others, of those who are not itself."""
+    kept = machine.found.state
+    seeds = [world.nodes[0 if machine.number else 1].node.me.control]
+    addresses = seeds if kept is None else [*seeds, *kept.addresses]
+    return [address for address in addresses if address != machine.node.me.control]
 
 
 def _refuses(world: World) -> bool:

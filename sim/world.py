@@ -29,7 +29,7 @@ from kvcomm_p2p.sim.block_moves import BlockMoves
 from kvcomm_p2p.sim.broken import InvariantBroken
 from kvcomm_p2p.sim.frames import Encoder, Frame
 from kvcomm_p2p.sim.links import Links
-from kvcomm_p2p.sim.machine import Hardware, SimNode
+from kvcomm_p2p.sim.machine import Hardware, Kept, SimNode
 from kvcomm_p2p.sim.process import Promise
 
 SEAL_BYTES = 16
@@ -109,8 +109,8 @@ class World:
             ev.FinishLookup: lambda machine, effect: self._asked(machine, machine.lookups, effect.request_id)(effect),
             ev.FinishJoin: lambda machine, effect: None,
             ev.ReportErased: lambda machine, effect: None,
-            ev.SaveState: self._save,
-            ev.SaveErasures: self._save_erasures,
+            ev.SaveState: SimNode.save,
+            ev.SaveErasures: SimNode.save,
             ev.RenewIdentity: self._renew,
             ev.ReportPeer: lambda machine, effect: self.reports.append((self.now, machine.number, effect)),
         }
@@ -127,12 +127,14 @@ class World:
         self._arm(machine)
         return machine
 
-    def restart(self, machine: SimNode, record: MemberRecord) -> None:
-        """A node starts on a machine that was crashed or stopped, with an empty pool. `record`: who it is now."""
+    def restart(self, machine: SimNode, record: MemberRecord, kept: Kept) -> None:
+        """A node starts on a machine that was crashed or stopped, with an empty pool. `record`: who it is now; `kept`: what it
+        finds on its disk."""
         if machine.up:
             raise InternalError(f"{machine.name} is running")
-        rng, kept = random.Random(self.rng.getrandbits(64)), machine.erasures
-        machine.node = self._make_node(machine.config, me=record, rng=rng, now=self.now, erasures=kept)
+        rng = random.Random(self.rng.getrandbits(64))
+        machine.node = self._make_node(machine.config, me=record, rng=rng, now=self.now, **kept.before)
+        machine.kept = machine.found = kept
         machine.up, machine.frozen, machine.wake_at = True, False, math.inf
         self.switched.append((self.now, machine.number, True))
         machine.references.clear()
@@ -305,12 +307,6 @@ class World:
         if carry_out is None:
             raise InternalError(f"the simulator cannot carry out {type(effect).__name__}")
         carry_out(machine, effect)
-
-    def _save(self, machine: SimNode, effect: ev.SaveState) -> None:
-        machine.saved = effect
-
-    def _save_erasures(self, machine: SimNode, effect: ev.SaveErasures) -> None:
-        machine.erasures = effect.packed
 
     def _renew(self, machine: SimNode, effect: ev.RenewIdentity) -> None:
         """What the driver does when peers know a later epoch than the disk did."""
