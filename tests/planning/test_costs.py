@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from planning_cases import COSTS, ME, PEER
 
-from kvcomm_p2p.planning.costs import CostTracker, align_s, pull_s, recompute_s
+from kvcomm_p2p.planning.costs import CostTracker, align_s, first_costs, pull_s, recompute_s
 from kvcomm_p2p.planning.types import Costs
 from kvcomm_p2p.protocol.anchors import BLOCK_TOKENS, Miss, MissReason
 from kvcomm_p2p.protocol.ids import NodeId
@@ -107,6 +107,19 @@ def test_samples_at_load_are_the_start() -> None:
     tracker = CostTracker.measured(COSTS, samples, [(10**7, 0.01)])
     assert worst(tracker.costs) < 0.2
     assert tracker.costs.align_bytes_per_s == pytest.approx(1e9, rel=0.1)
+
+
+def test_what_was_timed_while_others_loaded_is_put_right_by_the_first_forward_of_any_length() -> None:
+    """Recorded on two cores: tokens and seconds of forwards at load, with three other processes at the same, and alone."""
+    beside = [(1, 0, 0.1924), (64, 0, 0.7377), (1, 0, 0.1746), (64, 0, 0.7668)]
+    alone = [(1, 0, 0.0703), (64, 0, 0.2614), (1, 0, 0.0568), (64, 0, 0.268)]
+    start = first_costs(0.02, 0.001, COSTS.token_bytes)
+    truth = recompute_s(CostTracker.measured(start, alone).costs, 1500, 0)
+    for tokens, seconds in ((1, 0.0604), (64, 0.2626)):
+        tracker = CostTracker.measured(start, beside)
+        assert recompute_s(tracker.costs, 1500, 0) > 2.5 * truth
+        tracker.saw_prefill(tokens, 0, seconds)
+        assert recompute_s(tracker.costs, 1500, 0) == pytest.approx(truth, rel=0.1)
 
 
 def test_impossible_measurements_are_left_out_and_impossible_costs_refused() -> None:
