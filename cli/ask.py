@@ -68,7 +68,7 @@ def account(reply: Mapping[str, Any], own_name: str) -> list[str]:
     tokens: Counter[str] = Counter()
     for span in report["spans"]:
         if span["source"]:
-            tokens[span["source"]] += span["end"] - span["start"]
+            tokens[span["source"]] += span["end"] - span["start"] - span["probes"]
     parts = [f"{count:,} from {source}" for source, count in tokens.most_common() if source != own_name]
     if tokens[own_name]:
         parts.append(f"{tokens[own_name]:,} from its own cache")

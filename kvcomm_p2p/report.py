@@ -157,9 +157,9 @@ class PrefillReport:
 
     @property
     def sources(self) -> dict[str, int]:
-        """Agent name -> tokens that came from it."""
+        """Agent name -> tokens that came from it and were not computed all the same."""
         tokens: dict[str, int] = {}
         for span in self.spans:
             if span.source:
-                tokens[span.source] = tokens.get(span.source, 0) + span.end - span.start
+                tokens[span.source] = tokens.get(span.source, 0) + span.end - span.start - span.probes
         return tokens

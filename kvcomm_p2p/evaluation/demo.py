@@ -63,11 +63,11 @@ class Turn:
 
     @property
     def taken(self) -> Counter[str]:
-        """Name of an agent -> prompt tokens that were taken over from it."""
+        """Name of an agent -> prompt tokens that were taken over from it and not computed all the same."""
         tokens: Counter[str] = Counter()
         for span in self.report["spans"]:
             if span["source"]:
-                tokens[span["source"]] += span["end"] - span["start"]
+                tokens[span["source"]] += span["end"] - span["start"] - span["probes"]
         return tokens
 
     @property

@@ -140,18 +140,18 @@ def test_status_with_a_loading_node_is_partial(kvcomm: Kvcomm) -> None:
 def test_the_account_tells_trouble() -> None:
     report = {
         "spans": [
-            {"start": 0, "end": 1000, "source": "planner"},
-            {"start": 1000, "end": 1040, "source": "me"},
-            {"start": 1040, "end": 1100, "source": ""},
+            {"start": 0, "end": 1010, "source": "planner", "probes": 10},
+            {"start": 1010, "end": 1050, "source": "me", "probes": 0},
+            {"start": 1050, "end": 1110, "source": "", "probes": 0},
         ],
-        "prompt_tokens": 1100,
-        "recomputed_tokens": 60,
+        "prompt_tokens": 1110,
+        "recomputed_tokens": 70,
         "pulled_bytes": 0,
         "fallback": "residual 0.9 over 0.3",
         "wait_lost_s": 0.25,
     }
     assert account({"report": report, "ttft_s": 1.5, "total_s": 75.0}, "me") == [
-        "1,100 prompt tokens: 1,000 from planner, 40 from its own cache, 60 computed; "
+        "1,110 prompt tokens: 1,000 from planner, 40 from its own cache, 70 computed; "
         "first token after 1.50 s, all after 1 min 15 s",
         "full prefill instead: residual 0.9 over 0.3; 250 ms lost waiting for peers",
     ]

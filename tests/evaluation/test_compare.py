@@ -58,9 +58,9 @@ def test_compare_of_no_tokens_is_refused(chat_runner: Any, tmp_path: Path) -> No
 def report(**changes: Any) -> dict[str, Any]:
     """90 prompt tokens of a role, 1,000 of the document, 10 of a question; pulled from "holder"."""
     spans = [
-        {"start": 0, "end": 122, "kind": "recompute", "source": ""},
-        {"start": 122, "end": 1090, "kind": "reuse", "source": "holder"},
-        {"start": 1090, "end": 1100, "kind": "recompute", "source": ""},
+        {"start": 0, "end": 122, "kind": "recompute", "source": "", "probes": 0},
+        {"start": 122, "end": 1090, "kind": "reuse", "source": "holder", "probes": 0},
+        {"start": 1090, "end": 1100, "kind": "recompute", "source": "", "probes": 0},
     ]
     return {
         "prompt_tokens": 1100,
