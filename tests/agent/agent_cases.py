@@ -149,9 +149,9 @@ def kvcomm_threads() -> list[str]:
     return sorted(name for name in names if name.startswith("kvcomm") and not name.startswith("kvcomm-forward"))
 
 
-async def no_threads(but: Sequence[str] = ()) -> None:
-    """Wait until no threads of agents are left but these; idle hashers end a moment after their driver."""
-    await eventually(lambda: kvcomm_threads() == list(but), f"only {but} of {kvcomm_threads()} are left")
+async def no_threads() -> None:
+    """Wait until no threads of agents are left; idle hashers end a moment after their driver."""
+    await eventually(lambda: not kvcomm_threads(), f"none of {kvcomm_threads()} are left")
 
 
 def random_ids(seed: int, tokens: int, vocabulary: int = 259) -> Ids:

@@ -148,7 +148,7 @@ def test_groups_share_among_themselves(make_agent: MakeAgent) -> None:
             assert isinstance(answer, Miss) and answer.reason is MissReason.NOT_FOUND
             assert await ask_blocks(eve, ann, meta) == {MissReason.NOT_FOUND}
             inside = await eventually_reused(bob)
-            assert inside.report.sources == {"ann": 176}
+            assert inside.report.sources == {"ann": 170}
             outside = await fill(eve, QUESTION)
             assert outside.report.recomputed_tokens == len(QUESTION)
             # A member's replica is as closed as the original.
@@ -224,7 +224,7 @@ def test_replicas_serve_when_the_origin_is_gone(make_agent: MakeAgent, runner: M
                 await shared(ann, bob)
                 (origin,) = await pool_metas(ann)
                 ours = await fill(bob, QUESTION)
-                assert ours.report.sources == {"ann": 176}
+                assert ours.report.sources == {"ann": 170}
                 await shared(bob, cyd)
             await eventually(
                 lambda: all(peer["state"] != "alive" for peer in cyd.status().peers if peer["name"] == "ann"),
@@ -232,7 +232,7 @@ def test_replicas_serve_when_the_origin_is_gone(make_agent: MakeAgent, runner: M
             )
             assert origin in await pool_metas(bob)
             third = await fill(cyd, joined(random_ids(66, 40), DOCUMENT, random_ids(67, 9)))
-            assert third.report.sources == {"bob": 176}
+            assert third.report.sources == {"bob": 170}
             assert third.report.predicted_kl is not None
             prefixed = joined(DOCUMENT, random_ids(68, 30))
             exact = await fill(cyd, prefixed, "exact")
