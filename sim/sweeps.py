@@ -113,6 +113,7 @@ def sweep(
         own.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()  # who interrupts a sweep does not wait for its runs
+        own.shutdown()  # an interpreter that ends while the executor still closes its pipes prints a traceback
         if isinstance(error, BrokenProcessPool):
             raise ConfigError(
                 f"a process of the sweep died, out of memory perhaps: lower --jobs; what was done is kept in {folder}"
