@@ -14,9 +14,6 @@ from kvcomm_p2p.sim.scenario import check_scenario, load_scenario, presets
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-TOO_LONG = {"thousand-busy"}
-"""Minutes of one core per simulated second; docs/simulator.md says what was measured of it."""
-
 KEPT_BYTES_MAX = 150_000
 """Small enough to be read, and to be in a repository."""
 
@@ -32,7 +29,7 @@ def table_of(result: dict[str, Any]) -> dict[str, Any]:
     return {key: now.get(key) for key in result["costs"]}
 
 
-@pytest.mark.parametrize("name", sorted(set(presets()) - TOO_LONG))
+@pytest.mark.parametrize("name", sorted(presets()))
 def test_every_preset_has_its_result(name: str) -> None:
     path = RESULTS / f"sim-{name}.json"
     assert path.is_file(), f"make it: kvcomm sim run {name} --save benchmarks/results/sim-{name}.json"
