@@ -7,6 +7,7 @@ shows in the next event, whatever it is, and clocks by which others are judged a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 PULSE_S = 0.02
 """Seconds between two looks at the clock while something is waited for. Shorter: more turns, finer judgement."""
@@ -37,10 +38,12 @@ class Lateness:
         """When the node wants to look at the clock again, if it waits for anything."""
         return self._ran_at + PULSE_S
 
-    def woke(self, now: float, due: float) -> float:
-        """Something happens at `now`; at `due` the node wanted to be woken (infinity: not at all). Returns the seconds that
-        it did not run, 0 for up to LATE_S."""
-        late_s = now - max(due, self._ran_at)
+    def woke(self, now: float, due: Callable[[], float]) -> float:
+        """Something happens at `now`; `due` says when the node wanted to be woken (infinity: not at all), and is not asked where
+        the last event is too near for it to matter. Returns the seconds that it did not run, 0 for up to LATE_S."""
+        late_s = now - self._ran_at
+        if late_s > LATE_S:
+            late_s = now - max(due(), self._ran_at)
         self._ran_at = now
         if late_s <= LATE_S:
             self._graced = self._graced and now <= self.judges_at

@@ -42,7 +42,7 @@ class Patience:
 
     def woke(self, now: float) -> None:
         """Before anything else at `now`: what this node did not run, though it wanted to be woken, is nobody's silence."""
-        late_s = self._lateness.woke(now, self.next_deadline())
+        late_s = self._lateness.woke(now, self.next_deadline)
         self._deadline = None
         if late_s > 0 and self._table.fetches:
             self._table.counts["late"] += 1

@@ -100,6 +100,7 @@ class Interpreter:
         self._payload: memoryview | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
+        self._arming = self._stopped = False
         self._peer_at: OrderedDict[str, NodeId] = OrderedDict()
         self._connections: OrderedDict[NodeId, Connection] = OrderedDict()
         self.counters = WireCounters()
@@ -149,6 +150,7 @@ class Interpreter:
 
     def stop(self, flush_s: float) -> None:
         """No more timers, frames or callbacks. Frames sent before get `flush_s` seconds to leave."""
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
         self._admission.stop()
@@ -177,7 +179,7 @@ class Interpreter:
         finally:
             self._events.clear()
             self._busy = False
-            self._arm()
+            self._arm_soon()
 
     # ----------------------------------------------------------------------------------------------- from the transport
 
@@ -239,8 +241,17 @@ class Interpreter:
 
     # ---------------------------------------------------------------------------------------------------------- timer
 
+    def _arm_soon(self) -> None:
+        """Once for all events of this turn of the loop: finding the next deadline takes as long as handling an event."""
+        if not self._arming:
+            self._arming = True
+            self._loop.call_soon(self._arm)
+
     def _arm(self) -> None:
         """Set the one timer to the node's next deadline. One that rings too early is left: it sets itself again."""
+        self._arming = False
+        if self._stopped:
+            return
         deadline = self.node.next_deadline()
         if self._timer is not None:
             if self._timer_at <= deadline:
