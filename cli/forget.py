@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +14,12 @@ from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import counted, emit, stdout
 from kvcomm_p2p.cli.setup import load_settings
 from kvcomm_p2p.cli.texts import names_a_file
+from kvcomm_p2p.errors import UsageError
 
 FORGET_TIMEOUT_S = 30.0
+
+_FEW_DIGITS = re.compile("[0-9a-fA-F]{4,7}")
+"""What may be meant as the beginning of an anchor's id, and is too short for that."""
 
 
 @guarded
@@ -32,7 +38,21 @@ def forget(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Erase what nodes keep of a text, or of one anchor, and refuse it for a week."""
-    run_forget(load_settings().runtime_dir, node, sys.stdin.read() if what == "-" else what, everywhere, as_json)
+    run_forget(load_settings().runtime_dir, node, _text_of(what, node), everywhere, as_json)
+
+
+def _text_of(what: str, node: str) -> str:
+    """What an argument means. Raises UsageError for a file's name: a text so short stands in much that is worth keeping, and
+    nothing takes a week of refusing it back."""
+    if what == "-":
+        return sys.stdin.read()
+    if names_a_file(what):
+        given = f"kvcomm forget - --node {shlex.quote(node)}"
+        raise UsageError(
+            f"{what} is a file; to forget what stands in it: {given} < {shlex.quote(what)} "
+            f"(if this is the text itself, too: printf %s {shlex.quote(what)} | {given})"
+        )
+    return what
 
 
 def run_forget(directory: Path, node: str, what: str, everywhere: bool, as_json: bool) -> None:
@@ -48,8 +68,8 @@ def run_forget(directory: Path, node: str, what: str, everywhere: bool, as_json:
     here = f"{counted(forgotten['anchors'], 'anchor')} erased from {node}"
     if not forgotten["anchors"]:
         here = f"{node} holds nothing of it"
-        if names_a_file(what):
-            here += f" ({what} was taken as a text; for the file's text: kvcomm forget - < {what})"
+        if _FEW_DIGITS.fullmatch(what):
+            here += f" ({what} was taken as a text: of an anchor's id give 8 digits or more)"
     if not everywhere:
         told = "what peers hold stays: --everywhere erases that as well"
     elif forgotten["told"]:

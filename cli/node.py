@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -76,7 +77,7 @@ def sentence(record: Mapping[str, Any]) -> str:
         if record["hints"]:
             line += (
                 f"\n  join it:  kvcomm node --name NAME --join {record['address']}"
-                f'\n  ask it:   kvcomm ask --node {name} "…"\n  stop it:  Ctrl-C'
+                f'\n  ask it:   kvcomm ask --node {shlex.quote(name)} "…"\n  stop it:  Ctrl-C'
             )
         return line
     if event == "lonely":

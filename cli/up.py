@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class Terminal:
             return
         count = len(self._names)
         subject = "the node is" if count == 1 else f"all {count} nodes are"
-        hint = f'kvcomm ask --node {self._names[0]} "…"'
+        hint = f'kvcomm ask --node {shlex.quote(self._names[0])} "…"'
         self._out.print(f"{subject} ready: {hint} in another terminal; Ctrl-C ends them", markup=False, soft_wrap=True)
 
 

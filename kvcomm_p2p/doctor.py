@@ -298,7 +298,7 @@ def _transport(node: Node, later: Node) -> _Found:
         yield (
             "problem",
             f"its own transport refuses frames ({lost:,} so far)",
-            "a peer reads too slowly, or is frozen",
+            "a peer reads too slowly, is frozen, or is let in no longer",
             "",
         )
     if later["failures"]:
@@ -319,7 +319,10 @@ def _prompt(node: Node, report: Mapping[str, Any] | None) -> _Found:
         yield "ok", f"{reused:,} of {total:,} tokens would come from {', '.join(sources)}", "", ""
     if not reused and not report["covered_tokens"]:
         text = f"none of its {counted(total, 'token')} stands in anything that is known here"
-        fix = "is it the same text, token for token, and at least 64 tokens of it? Was it prefilled by a peer, and settled?"
+        fix = (
+            "is it the same text, token for token, and at least 64 tokens of it? Was it prefilled by a peer, and settled? "
+            "Or forgotten (kvcomm forget), in whole or in part?"
+        )
         yield "problem", text, fix, ""
     blocked = _blocked(report)
     for name, (reason, detail) in blocked.items():

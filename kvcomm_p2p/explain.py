@@ -25,7 +25,7 @@ CONTEXTS = {
 KINDS = {"exact": "exact", "continued": "continued", "reuse": "reused", "recompute": "computed"}
 
 REMEDIES = {
-    "not_found": "nobody who may show it has it: wait for gossip, or check visibility and groups",
+    "not_found": "nobody who may show it has it: wait for gossip, or check visibility, groups, and what was forgotten",
     "model_mismatch": "run the same model, dtype and tokenizer on both sides",
     "busy": "usually nothing: more holders appear by themselves",
     "stalled": "see whether the holder is frozen or the machine overloaded",

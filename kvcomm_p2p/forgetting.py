@@ -68,8 +68,8 @@ def anchor_named(word: str, known: Callable[[], Iterable[AnchorId]]) -> AnchorId
     if digits.isdecimal():
         return None
     raise UsageError(
-        f"no anchor that is known here has an id that begins with {word}: give all {2 * ANCHOR_ID_BYTES} digits of one "
-        "that is not; if this is a text, give some of what stands around it, too"
+        f"no anchor that is known here has an id that begins with {word}: give all {2 * ANCHOR_ID_BYTES} digits "
+        "of one that only others hold; if this is a text, give some of what stands around it, too"
     )
 
 

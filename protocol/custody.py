@@ -60,7 +60,6 @@ class Custody:
         effects += self._onward.forget(anchor.meta.anchor_id for anchor in event.anchors)
         held = [a.meta.anchor_id for a in kept if self._pool.get(a.meta.anchor_id) is not None]
         self._lifetimes.published(held, now)
-        self.rejected += len(refused)
         return [*effects, *(DropBlock(handle) for anchor in refused for handle in anchor.handles)]
 
     def forget(self, event: AnchorsForgotten, now: float) -> list[Effect]:

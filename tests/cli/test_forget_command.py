@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from harness import Kvcomm
 
-from kvcomm_p2p.cli.forget import run_forget
+from kvcomm_p2p.cli.forget import forget, run_forget
 
 
 def test_here_and_everywhere(kvcomm: Kvcomm) -> None:
@@ -22,19 +23,27 @@ def test_here_and_everywhere(kvcomm: Kvcomm) -> None:
     assert json.loads(told.stdout) == {"anchors": 4, "told": 2}
 
 
-def test_a_file_name_is_a_text_and_that_is_said(
+def test_a_file_name_is_refused_and_erases_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "notes.md").write_text("notes")
+    (tmp_path / "my notes.md").write_text("notes")
+    monkeypatch.setattr("kvcomm_p2p.local_api.request", lambda *given, **more: pytest.fail("it was erased"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit) as refused:
+        forget("my notes.md", "coder")
+    assert refused.value.exit_code == 1
+    assert "kvcomm forget - --node coder < 'my notes.md'" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_said_and_too_few_digits_of_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer = [{"forgotten": {"anchors": 0, "told": 0}}]
     monkeypatch.setattr("kvcomm_p2p.local_api.request", lambda *given, **more: answer)
-    monkeypatch.chdir(tmp_path)
-    for what in ("notes.md", "nothing there", "long " * 2000, "nul \0"):
+    for what in ("nothing there", "a45e17", "long " * 2000, "nul \0"):
         run_forget(tmp_path, "coder", what, everywhere=False, as_json=False)
         told = capsys.readouterr().out
-        assert told.startswith("coder holds nothing of it") and ("kvcomm forget - < notes.md" in told) == (
-            what == "notes.md"
-        )
+        assert told.startswith("coder holds nothing of it") and ("8 digits or more" in told) == (what == "a45e17")
 
 
 def test_what_can_go_wrong(kvcomm: Kvcomm) -> None:

@@ -188,6 +188,15 @@ def test_an_anchor_is_erased_by_name_with_what_stands_behind_it() -> None:
         assert held_by(network, node_id, metas) == [True, False, False]
 
 
+def test_what_is_refused_because_it_was_erased_does_not_count_as_too_much_for_the_pool() -> None:
+    network, (me,) = joined(1)
+    text = tokens_of("text", 64)
+    network.handle(me, ev.EraseRequested(erasures(text), everywhere=False))
+    metas = publish(network, me, "text", text)
+    assert held_by(network, me, metas) == [False]
+    assert network.nodes[me].stats().rejected_anchors == 0
+
+
 def test_who_comes_later_is_told() -> None:
     network, ids = joined(3)
     text = tokens_of("text", 64)
