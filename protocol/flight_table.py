@@ -137,6 +137,9 @@ class FlightTable:
         """A pull is over. What it still owed goes on with its rival, or waits; `miss`: its holder is not asked for that
         again. `lost`: the time that everybody who waited for it lost."""
         del self.pulls[pull.pull_id]
+        for flight in self.waiting.values():
+            if flight.queued and pull.holder in self._sought(flight):
+                flight.queued_until = max(flight.queued_until, pull.progress_at)
         effects: list[Effect] = [pull.to_holder(CancelPull(pull.pull_id))] if tell_holder else []
         owed = pull.owed
         if miss is not None:
@@ -254,12 +257,16 @@ class FlightTable:
 
     def waits_since(self, flight: Flight) -> float:
         """When anything last came from where a waiting flight may come from, or to its fetch."""
-        leader = flight.leader
-        holders = (*flight.referred, *leader.event.holders)
+        holders = self._sought(flight)
         came = [self.came_at.get(holder, 0.0) for holder in holders]
         if flight.queued:  # behind pulls that have their own patience from when they were asked for
             came += [pull.progress_at for pull in self.pulls.values() if pull.holder in holders]
-        return max(leader.progress_at, *came)
+        return max(flight.leader.progress_at, flight.queued_until, *came)
+
+    @staticmethod
+    def _sought(flight: Flight) -> tuple[NodeId, ...]:
+        """Whom a waiting flight may come from."""
+        return (*flight.referred, *flight.leader.event.holders)
 
     def tired_at(self, flight: Flight) -> float:
         """When a flight that waits, for busy or silent holders or behind others, is given up."""
@@ -294,6 +301,8 @@ class FlightTable:
             fetch.answered_at = min(now, fetch.answered_at + seconds)
         for holder, at in self.came_at.items():
             self.came_at[holder] = min(now, at + seconds)
+        for flight in self.waiting.values():
+            flight.queued_until = min(now, flight.queued_until + seconds)
 
     def _leave_queue(self, flight: Flight, now: float) -> list[Effect]:
         since = self.waits_since(flight)

@@ -144,7 +144,7 @@ class Flight:
     holders that did not deliver it. `arrived`: whole, being checked; `sharing`: where it stands, in memory shared with the
     holder. `anew`: bytes of several holders did not fit together, so it comes from one. `queued`: its holder could be
     asked, but for own pulls there; `silent`: all that could be asked were given up for silence, it waits for a sign of
-    life. `hopeless`: not to be tried again.
+    life. `queued_until`: when pulls that it waited behind, and that are over, had last moved. `hopeless`: not to be tried again.
     `stated`: the digest of an encoded block, as its sender says; empty before that.
     """
 
@@ -162,6 +162,7 @@ class Flight:
     anew: bool = False
     queued: bool = False
     silent: bool = False
+    queued_until: float = -math.inf
     hopeless: Miss | None = None
     stated: bytes = b""
 

@@ -199,6 +199,19 @@ def test_pulls_per_peer_hold_for_hedges_too() -> None:
     assert pull_ids(wait(node, 1.0 + STALL_S / 2)) == []
 
 
+def test_time_in_a_queue_that_moved_is_not_lost() -> None:
+    """Asked for at 1.15, the pull that a block waits behind is silent from then on; the block was asked for at 1.0."""
+    node, fetch = puller(NodeConfig(pulls_per_peer_max=1)), request(others=(OTHER.node_id,))
+    node.handle(fetch, 1.0)
+    for ordinal in (0, 1):
+        node.handle(chunk(1, ordinal), 1.0)
+    node.handle(request(2, holder=OTHER.node_id, anchor=meta("x")), 1.15)
+    for want in fetch.wants:  # what came is wrong, and the other holder is taken
+        assert asked(node.handle(ev.BlockVerified(want.handle, False), 1.16)) == []
+    finished = of(wait(node, 1.15 + STALL_S), ev.FinishFetch)
+    assert {finish.fetch_id: finish.wait_lost_s for finish in finished} == pytest.approx({1: STALL_S, 2: STALL_S})
+
+
 def rung_late(node: Any, by_s: float, until: float) -> tuple[list[ev.Effect], float]:
     """Every timer rings so late, until a fetch is finished or it is `until`. Returns all effects, and when that was."""
     effects: list[ev.Effect] = []
