@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcomm_p2p.cli.destinations import check_can_write
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, stdout, write_text
 from kvcomm_p2p.cli.setup import load_settings
@@ -168,6 +169,7 @@ def costs(
 ) -> None:
     """What a request costs here, part by part: the constants that the simulator reckons with."""
     load_settings()
+    check_can_write([save, table])
     from kvcomm_p2p.cli.cost_tables import write_table
     from kvcomm_p2p.evaluation.costs import measure_costs
 
@@ -179,6 +181,7 @@ def costs(
 
 def _measure(name: str, as_json: bool, save: Path | None, **options: Any) -> None:
     load_settings()
+    check_can_write([save])
     result: Result = import_module(f"kvcomm_p2p.evaluation.{name}").run(stderr(), **options)
     _show(result, as_json, save)
 

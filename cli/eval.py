@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcomm_p2p.cli.destinations import check_can_write
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, stdout, write_text
 from kvcomm_p2p.cli.setup import load_settings
@@ -59,6 +60,7 @@ def evaluate(
 ) -> None:
     """Hit rates, divergence, answers and times of agents that work together, against full prefill."""
     settings = load_settings()
+    check_can_write([save], [plots])
     from kvcomm_p2p.evaluation.controls import control_rows
     from kvcomm_p2p.evaluation.eval import DEFAULT_MODEL, MODES, run
     from kvcomm_p2p.evaluation.workloads.catalogue import Data

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcomm_p2p.cli.destinations import check_can_write
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import counted, emit, stderr, stdout, write_text
 from kvcomm_p2p.cli.sim_ablate import ablate
 from kvcomm_p2p.cli.sim_failing import telling_failures
 from kvcomm_p2p.cli.sim_hunt import hunt
 from kvcomm_p2p.cli.sim_inputs import chosen_scenario, parsed_values, rules_of, runs_at_once, told, written
-from kvcomm_p2p.cli.sim_pictures import check_can_write, draw, draw_compared, draw_kept, draw_runs, write_report
+from kvcomm_p2p.cli.sim_pictures import draw, draw_compared, draw_kept, draw_runs, require_matplotlib, write_report
 from kvcomm_p2p.cli.sim_recording import node_maker
 from kvcomm_p2p.cli.sim_replay import replay_nodes
 from kvcomm_p2p.cli.sim_results import (
@@ -112,7 +113,9 @@ def run(
     from kvcomm_p2p.sim.study import figures
 
     chosen = chosen_scenario(scenario, changes, fabric, seed)
-    check_can_write([save, csv_path, report], pictures=plots is not None or report is not None)
+    check_can_write([save, csv_path, report], [plots])
+    if plots is not None or report is not None:
+        require_matplotlib()
     with node_maker(chosen, record) as make_node, telling_failures(chosen, shrink=shrink, every=every):
         study = _run(chosen, every=every, make_node=make_node)
     rows = figures(study)
@@ -169,7 +172,9 @@ def sweep(
     values = parsed_values(over)
     base = written(chosen_scenario(scenario, changes, fabric))
     chosen = points(base, values, repeats)
-    check_can_write([save], pictures=plots is not None)
+    check_can_write([save], [plots])
+    if plots is not None:
+        require_matplotlib()
     jobs = jobs if engine else runs_at_once([point.scenario for point in chosen], jobs)
     folder = into or Path(f"sim-{base['name']}")
     runs: list[dict[str, Any]] = []
@@ -234,7 +239,8 @@ def plot(
     elif kept:
         made = draw_kept(read_kept(Path(kept[0])), folder)
     else:
-        check_can_write([], pictures=True)
+        check_can_write([], [folder])
+        require_matplotlib()
         made = draw(_run(chosen_scenario(scenarios[0], changes, fabric)), folder)
     for path in made:
         stdout().print(str(path), soft_wrap=True)

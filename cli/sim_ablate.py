@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcomm_p2p.cli.destinations import check_can_write
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, write_text
 from kvcomm_p2p.cli.sim_inputs import chosen_scenario, rules_of, runs_at_once, told
@@ -46,6 +47,7 @@ def ablate(
     from kvcomm_p2p.sim.worth import runs_of_seeds, worth
 
     chosen = chosen_scenario(scenario, [*(changes or ()), 'fabrics=["peers"]'])
+    check_can_write([save])
     parts = without or list(chosen.ablations) or [each.name for each in ABLATIONS]
     studies = runs_of_seeds(
         chosen,

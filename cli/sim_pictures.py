@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcomm_p2p.cli.destinations import made
 from kvcomm_p2p.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,48 +15,36 @@ if TYPE_CHECKING:
     from kvcomm_p2p.sim.study import Figure, Study
 
 
-def check_can_write(paths: Sequence[Path | None], *, pictures: bool) -> None:
-    """Before a long simulation, not after it. Makes the folders. Raises ConfigError."""
-    for path in paths:
-        if path is None:
-            continue
-        _made(path.parent)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"{path} cannot be written: choose another file")
-    if pictures:
-        _require_matplotlib()
-
-
 def draw(study: Study, folder: Path) -> list[Path]:
     """Of what just ran. Raises ConfigError without matplotlib."""
     from kvcomm_p2p.sim.curves import series
 
-    _require_matplotlib()
+    require_matplotlib()
     from kvcomm_p2p.sim.plots import draw_study
 
-    return draw_study(study.scenario.name, series(study), _made(folder))
+    return draw_study(study.scenario.name, series(study), made(folder))
 
 
 def draw_kept(kept: Mapping[str, Any], folder: Path) -> list[Path]:
     """Of a result or a sweep that was kept."""
-    _require_matplotlib()
+    require_matplotlib()
     from kvcomm_p2p.sim.plots import draw_study
 
     if "curves" in kept:
-        return draw_study(kept["scenario"]["name"], kept["curves"], _made(folder))
+        return draw_study(kept["scenario"]["name"], kept["curves"], made(folder))
     return draw_runs(kept["scenario"], kept["over"], kept["runs"], folder)
 
 
 def draw_compared(sweeps: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Several sweeps over the same key side by side, or how news spread in several runs. Raises ConfigError."""
-    _require_matplotlib()
+    require_matplotlib()
     from kvcomm_p2p.sim import sweep_plots
 
     if any("curves" in each for each in sweeps):
-        made = sweep_plots.draw_news([pair for each in sweeps for pair in _runs_of(each)], _made(folder))
-        if not made:
+        drawn = sweep_plots.draw_news([pair for each in sweeps for pair in _runs_of(each)], made(folder))
+        if not drawn:
             raise ConfigError("in none of these runs an update was followed: set updates, and simulate peers")
-        return made
+        return drawn
     keys = {next(iter(each["over"])) if "over" in each else "" for each in sweeps}
     if len(keys) > 1 or "" in keys:
         raise ConfigError(
@@ -65,7 +53,7 @@ def draw_compared(sweeps: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
     named = {_called(each): each["runs"] for each in sweeps}
     if not any(summary["requests"] for runs in named.values() for run in runs for summary in run["summaries"]):
         raise ConfigError("these sweeps ask nobody anything: there is no first token to compare")
-    return sweep_plots.draw_compared(keys.pop(), named, _made(folder))
+    return sweep_plots.draw_compared(keys.pop(), named, made(folder))
 
 
 def _runs_of(kept: Mapping[str, Any]) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
@@ -94,10 +82,10 @@ def draw_runs(
     scenario: Mapping[str, Any], over: Mapping[str, Sequence[Any]], runs: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[Path]:
     """Of a sweep."""
-    _require_matplotlib()
+    require_matplotlib()
     from kvcomm_p2p.sim.sweep_plots import draw_sweep
 
-    return draw_sweep(str(scenario["name"]), over, runs, _made(folder))
+    return draw_sweep(str(scenario["name"]), over, runs, made(folder))
 
 
 def write_report(study: Study, rows: Sequence[Figure], path: Path, command: str) -> None:
@@ -148,15 +136,7 @@ def _line(key: str, value: Any) -> Any:
     return None if value is None else f"{key} = {json.dumps(value, ensure_ascii=False)}"
 
 
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
-    return folder
-
-
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcomm_p2p.cli.destinations import check_can_write
 from kvcomm_p2p.cli.outcome import guarded
 from kvcomm_p2p.cli.output import stderr, stdout, write_text
 from kvcomm_p2p.cli.setup import load_settings
@@ -55,6 +56,7 @@ def validate(
     from kvcomm_p2p.sim.recorded import read_real_run
 
     load_settings()
+    check_can_write([save, record])
     with tempfile.TemporaryDirectory(prefix="kvcomm-") as folder:
         path = recording
         if path is None:
