@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvcomm_p2p.protocol import violations
 from kvcomm_p2p.protocol.anchors import AnchorMeta, HeldAnchor, Miss, MissReason
 from kvcomm_p2p.protocol.community import Community
 from kvcomm_p2p.protocol.config import NodeConfig
@@ -333,17 +334,13 @@ class Node:
             return self._violated(violation.holder, violation)
 
     def _violated(self, sender: NodeId, violation: ValueError) -> list[Effect]:
-        """Count it; report a peer's first, second, fourth, eighth ... violation, so that it cannot flood the log."""
+        """Count it, and end what it ends."""
+        if violations.is_innocent(self._members, sender, violation):
+            return []
         self._violations += 1
         self._counted.violated(sender)
         effects = list(violation.effects) if isinstance(violation, PullViolation) else []
-        peer = self._members.get(sender)
-        if peer is not None:
-            peer.violations += 1
-            if peer.violations & (peer.violations - 1) == 0:
-                detail = f"{violation} ({peer.violations} so far)"
-                effects.append(ReportPeer(sender, peer.record.name, "violation", detail))
-        return effects
+        return effects + violations.counted(self._members, sender, violation)
 
     def _after_peers_went(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

@@ -43,6 +43,7 @@ from kvcomm_p2p.protocol.peer_stats import PeerCounts
 from kvcomm_p2p.protocol.penalties import PenaltyBox
 from kvcomm_p2p.protocol.shared_blocks import Sharing
 from kvcomm_p2p.protocol.sources import Sources
+from kvcomm_p2p.protocol.violations import NotAsked
 
 
 class Pulls:
@@ -143,7 +144,7 @@ class Pulls:
             self.unasked_chunks += 1
             return []
         if event.sender != pull.holder:
-            raise ValueError("chunk of somebody else's pull")
+            raise NotAsked("a chunk of a pull from", pull.holder)
         flight = pull.expects(event.ordinal, event.offset, event.length)
         if flight is None:
             detail = f"chunk at {event.ordinal}:{event.offset}+{event.length} does not continue the pull"
@@ -169,7 +170,7 @@ class Pulls:
         if pull is None:
             return []
         if sender != pull.holder:
-            raise ValueError("encoded block of somebody else's pull")
+            raise NotAsked("an encoded block of a pull from", pull.holder)
         if not pull.is_told(message.ordinal, message.digest):
             detail = f"the digest of block {message.ordinal} does not continue the pull"
             raise self._violated(pull, MissReason.LENGTH_MISMATCH, detail, now)
@@ -181,7 +182,7 @@ class Pulls:
         if pull is None:
             return []
         if sender != pull.holder:
-            raise ValueError("shared blocks of somebody else's pull")
+            raise NotAsked("shared blocks of a pull from", pull.holder)
         offered = self._sharing.offered(pull, message)
         if offered is None:
             detail = f"shared blocks from {message.blocks[0].ordinal} on do not continue the pull"
@@ -202,7 +203,7 @@ class Pulls:
         if pull is None:
             return []
         if sender != pull.holder:
-            raise ValueError("failure of somebody else's pull")
+            raise NotAsked("the end of a pull from", pull.holder)
         self._table.spoke_at[sender] = now
         miss = Miss(FAILED_AS[message.reason])
         if message.ordinal is None:

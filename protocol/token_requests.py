@@ -13,6 +13,7 @@ from kvcomm_p2p.protocol.events import AnchorTokens, Effect, FinishTokens, Token
 from kvcomm_p2p.protocol.ids import NodeId
 from kvcomm_p2p.protocol.messages import GetTokens, NoTokens, Tokens
 from kvcomm_p2p.protocol.penalties import PenaltyBox
+from kvcomm_p2p.protocol.violations import NotAsked
 
 
 @dataclass(slots=True)
@@ -45,13 +46,13 @@ class TokenRequests:
         return GetTokens(request_id, event.anchor.anchor_id, event.anchor.start, event.anchor.end)
 
     def answered(self, sender: NodeId, message: Tokens | NoTokens) -> list[Effect]:
-        """An answer came. Raises ValueError if it comes from somebody who was not asked."""
+        """An answer came. Raises NotAsked if it comes from somebody who was not asked."""
         pending = self._pending.get(message.request_id)
         if pending is None:
             return []
         event = pending.event
         if sender != event.holder:
-            raise ValueError("answer to a question to somebody else")
+            raise NotAsked("an answer to a question to", event.holder)
         del self._pending[message.request_id]
         if isinstance(message, NoTokens):
             return [finish(event, Miss(MissReason.NOT_FOUND, "the holder does not have it for us"))]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from protocol_harness import block_bytes, joined, meta, record, wait, wants
 from test_pulls import BLOCK, DOC, OTHER, PEER, chunk, hello, of, pull_ids, puller, reasons, request, sent
 
@@ -210,6 +211,22 @@ def test_time_in_a_queue_that_moved_is_not_lost() -> None:
         assert asked(node.handle(ev.BlockVerified(want.handle, False), 1.16)) == []
     finished = of(wait(node, 1.15 + STALL_S), ev.FinishFetch)
     assert {finish.fetch_id: finish.wait_lost_s for finish in finished} == pytest.approx({1: STALL_S, 2: STALL_S})
+
+
+@pytest.mark.parametrize(("same_place", "violations"), [(True, 0), (False, 3)])
+def test_who_took_the_place_of_the_one_that_was_asked_is_no_violator(same_place: bool, violations: int) -> None:
+    """A node that crashed without its state returns as another at its old address, and answers what its old self is asked."""
+    node = puller()
+    successor = structs.replace(record(7), control=PEER.control) if same_place else record(7)
+    node.handle(hello(successor), 0.1)
+    node.handle(hello(structs.replace(PEER, epoch=PEER.epoch + 1)), 0.2)  # somebody still tells of the old one
+    node.handle(request(), 1.0)
+    node.handle(ev.TokensRequested(5, PEER.node_id, meta("x"), 2.0), 1.0)
+    answers = (m.NoTokens(1), failed(1, m.PullFailedReason.NOT_FOUND))
+    effects = [e for a in answers for e in node.handle(ev.MessageReceived(successor.node_id, a), 1.01)]
+    effects += node.handle(chunk(1, 0, sender=successor.node_id), 1.01)
+    assert node.stats().violations == violations and len(of(effects, ev.ReportPeer)) == min(2, violations)
+    assert node.stats().fetches == 1 and not of(effects, ev.FinishTokens), "nor is its word taken for the other's"
 
 
 def rung_late(node: Any, by_s: float, until: float) -> tuple[list[ev.Effect], float]:
