@@ -2,9 +2,9 @@
 
 Whoever asks names stretches of the text by keyed hashes, never by the text itself: four to 32 tokens long, many enough that
 every copy of more than a few tokens holds one. A holder compares them with the token ids of its own pool, so nothing depends
-on how the copy was published. It forgets every anchor that holds one, and what was computed behind it in the same sequence;
-refuses to publish either again, to take token ids that hold one, and to pull what was erased by name. Memory is bounded: per
-author, in all, and in time.
+on how the copy was published. It forgets every anchor that holds one, and what was computed behind it, in the same sequence
+or where an exact prefix that holds one goes on (chain hashes say so); refuses to publish either again, to take token ids that
+hold one, and to pull what was erased by name. Memory is bounded: per author, in all, and in time.
 """
 
 from __future__ import annotations
@@ -167,11 +167,14 @@ class Erasing:
         found: set[AnchorId] = set()
         for run in _joined(anchors):
             found |= self._matches(run)
-        return frozenset(found | {anchor.meta.anchor_id for anchor in anchors if self.is_erased(anchor.meta)})
+        return frozenset(found.union(self._named(anchor.meta for anchor in anchors)))
 
     def is_erased(self, meta: AnchorMeta) -> bool:
-        """Whether an anchor was erased by name."""
-        return self._memory.has_name(meta.anchor_id) or self._memory.is_behind(meta.sequence_id, meta.end)
+        """Whether an anchor was erased by name, or stands behind one that was."""
+        memory = self._memory
+        if memory.has_name(meta.anchor_id) or memory.is_behind(meta.sequence_id, meta.end):
+            return True
+        return bool(meta.chain_start) and memory.has_name(meta.chain_start)
 
     def is_erased_id(self, anchor_id: AnchorId) -> bool:
         """Whether an anchor of this id was erased."""
@@ -233,8 +236,7 @@ class Erasing:
 
     def _carry_out(self, now: float) -> list[Effect]:
         """What is erased by name goes at once; content is looked for in the whole pool, and once more if a search is on."""
-        named = [meta for meta in self._pool.metas() if self.is_erased(meta)]
-        effects = self._drop([meta.anchor_id for meta in named], now)
+        effects = self._drop(self._named(self._pool.metas()), now)
         if self._scan:
             self._scan_again = True
         else:
@@ -255,7 +257,17 @@ class Erasing:
             run = self._scan.pop()
             tokens += sum(anchor.meta.tokens for anchor in run)
             found |= self._matches(run)
-        return self._drop(sorted(found), now)
+        effects = self._drop(sorted(found), now)
+        return effects if self._scan else effects + self._drop(self._named(self._pool.metas()), now)
+
+    def _named(self, metas: Iterable[AnchorMeta]) -> list[AnchorId]:
+        """Those that are erased by name; where they end is remembered, so what stands behind them is, too."""
+        named: list[AnchorId] = []
+        for meta in sorted(metas, key=lambda meta: meta.start):
+            if self.is_erased(meta):
+                named.append(meta.anchor_id)
+                self._memory.add_name(meta.chain_end)
+        return named
 
     def _matches(self, run: Sequence[HeldAnchor]) -> set[AnchorId]:
         """Anchors of a run (one after the other in one sequence) that hold a stretch, or stand behind one that does."""
@@ -269,6 +281,7 @@ class Erasing:
         self._memory.add_cut(run[0].meta.sequence_id, first)
         for meta in behind:
             self._memory.add_name(meta.anchor_id)
+            self._memory.add_name(meta.chain_end)
         return {meta.anchor_id for meta in behind}
 
     def _drop(self, anchor_ids: Sequence[AnchorId], now: float) -> list[Effect]:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, SEQUENCE_ID_BYTES, AnchorId, SequenceId
+from kvcomm_p2p.protocol.ids import ANCHOR_ID_BYTES, SEQUENCE_ID_BYTES, AnchorId, ChainHash, SequenceId
 from kvcomm_p2p.protocol.kgrams import U64
 from kvcomm_p2p.protocol.messages import ERASURE_S, Erasure
 
@@ -26,7 +26,7 @@ ERASURES_PER_AUTHOR_MAX = 512
 
 HASHES_MAX = 1 << 18
 NAMES_MAX = 16_384
-"""Anchors and sequences that are remembered as erased."""
+"""Anchors and ends of exact prefixes, and sequences, that are remembered as erased."""
 
 PACKED_BYTES_MAX = 10 << 20
 """More than `pack` makes of a full memory."""
@@ -51,7 +51,8 @@ class _Kept(Struct, frozen=True, array_like=True):
 
 
 class _Packed(Struct, frozen=True, array_like=True):
-    """`names`: ids of erased anchors, one behind the other; `cuts`: sequences, each with where erased content begins."""
+    """`names`: ids of erased anchors and chain hashes at their ends, which are as long, one behind the other; `cuts`: sequences,
+    each with where erased content begins."""
 
     version: int
     kept: Annotated[tuple[_Kept, ...], Meta(max_length=ERASURES_MAX)]
@@ -67,7 +68,7 @@ class ErasureMemory:
         self._known: OrderedDict[bytes, Remembered] = OrderedDict()
         self._counts: dict[bytes, int] = {}
         self._hashes = 0
-        self._erased: OrderedDict[AnchorId, None] = OrderedDict()
+        self._erased: OrderedDict[AnchorId | ChainHash, None] = OrderedDict()
         self._cut: OrderedDict[SequenceId, int] = OrderedDict()
         self._tables: dict[int, U64] | None = {}
         self.changed = False
@@ -123,10 +124,10 @@ class ErasureMemory:
 
     # ------------------------------------------------------------------------------------------------------------- names
 
-    def add_name(self, anchor_id: AnchorId) -> None:
-        """An anchor was erased."""
-        if anchor_id not in self._erased:
-            self._erased[anchor_id] = None
+    def add_name(self, name: AnchorId | ChainHash) -> None:
+        """An anchor was erased, or an exact prefix that ends so; none if it is empty."""
+        if name and name not in self._erased:
+            self._erased[name] = None
             self.changed = True
             if len(self._erased) > NAMES_MAX:
                 self._erased.popitem(last=False)
@@ -139,9 +140,9 @@ class ErasureMemory:
             if len(self._cut) > NAMES_MAX:
                 self._cut.popitem(last=False)
 
-    def has_name(self, anchor_id: AnchorId) -> bool:
-        """Whether an anchor of this id was erased."""
-        return anchor_id in self._erased
+    def has_name(self, name: AnchorId | ChainHash) -> bool:
+        """Whether an anchor of this id was erased, or an exact prefix that ends so."""
+        return name in self._erased
 
     def is_behind(self, sequence_id: SequenceId, end: int) -> bool:
         """Whether what ends at `end` of this sequence ends behind erased content, or in it."""

@@ -15,10 +15,10 @@ from protocol_harness import Network, digest16, held, joined, make_node, meta
 
 from kvcomm_p2p.protocol import erasing, erasure_memory
 from kvcomm_p2p.protocol import events as ev
-from kvcomm_p2p.protocol.anchors import MissReason, Visibility
+from kvcomm_p2p.protocol.anchors import NO_CHAIN, MissReason, Visibility
 from kvcomm_p2p.protocol.config import NodeConfig
 from kvcomm_p2p.protocol.erasure_names import stretches
-from kvcomm_p2p.protocol.ids import NodeId
+from kvcomm_p2p.protocol.ids import ChainHash, NodeId
 from kvcomm_p2p.protocol.lifetimes import Lifetimes
 from kvcomm_p2p.protocol.messages import ERASURE_S, Erasure, ErasuresKnown, Forget
 
@@ -30,13 +30,13 @@ def tokens_of(label: object, count: int) -> Ids:
     return np.random.default_rng(random.Random(repr(label)).getrandbits(32)).integers(0, 50_000, count, dtype=np.uint32)
 
 
-def publish(network: Network, node_id: NodeId, label: object, token_ids: Ids, **changes: Any) -> list[Any]:
-    """The sequence as anchors of 64 tokens, exactly as long as it is."""
+def publish(network: Network, node_id: NodeId, label: object, token_ids: Ids, at: int = 0, **changes: Any) -> list[Any]:
+    """The sequence from `at` on as anchors of 64 tokens, exactly as long as it is."""
     wholes = []
     for start in range(0, len(token_ids), 64):
         part = token_ids[start : start + 64]
-        anchor = meta((label, start), start=start, tokens=len(part), fingerprints=b"", **changes)
-        anchor = replace(anchor, sequence_id=meta(label).sequence_id)
+        anchor = meta((label, at + start), start=at + start, tokens=len(part), fingerprints=b"")
+        anchor = replace(anchor, sequence_id=meta(label).sequence_id, **changes)
         wholes.append(replace(held(anchor), token_ids=part))
     for whole in wholes:
         for handle in whole.handles:
@@ -109,6 +109,32 @@ def test_what_was_computed_behind_it_goes_and_what_stood_before_stays() -> None:
     assert sorted(report.anchor_ids) == sorted(anchor.anchor_id for anchor in metas[2:])
     later = publish(network, node, "sequence", np.concatenate([sequence[:64], tokens_of("more", 320)]))
     assert held_by(network, node, later)[2:] == [False] * 4  # the same sequence, from where the text stood
+
+
+def test_what_goes_on_behind_an_exact_prefix_in_another_sequence_goes_too() -> None:
+    """An answer, or the rest of a prompt whose beginning was pulled, has a sequence id of its own; chain hashes tie it."""
+    network = Network()
+    node = network.add(0)
+    ends = [ChainHash(digest16(("end", number))) for number in range(4)]
+
+    def exact(label: str, number: int, text: Ids) -> Any:
+        behind = ends[number - 1] if number else NO_CHAIN
+        return publish(network, node, label, text, at=64 * number, chain_start=behind, chain_end=ends[number])[0]
+
+    secret = tokens_of("secret", 64)
+    first, other = exact("prompt", 0, tokens_of("first", 64)), exact("other", 0, tokens_of("x", 64))
+    second, third, fourth = exact("prompt", 1, secret), exact("answer", 2, tokens_of("a", 64)), exact("next", 3, secret)
+    metas = [first, other, second, third, fourth]
+    network.handle(node, ev.EraseRequested(erasures(secret[20:50]), everywhere=False))
+    assert held_by(network, node, metas) == [True, True, False, False, False]
+
+    again = [
+        exact("new prompt", 1, secret),
+        exact("new answer", 2, tokens_of("b", 64)),
+        exact("more", 3, tokens_of("c", 64)),
+    ]
+    assert held_by(network, node, again) == [False] * 3
+    assert held_by(network, node, [publish(network, node, "free", tokens_of("e", 64))[0]]) == [True]
 
 
 def test_private_anchors_are_erased_like_others() -> None:
