@@ -16,6 +16,9 @@ connection cancels the request.
     {"op": "forget", "what": str, "everywhere": bool}     -> {"event": "done", "forgotten": {anchors, told}}
     {"op": "stop"}                                        -> {"event": "done"}, then the node leaves
     any                                                   -> {"event": "error", "kind": "UsageError", "message": "..."}
+
+While it works on a request and has nothing to say, a node sends {"event": "working"} every few seconds: whoever hears nothing
+at all talks to a frozen process.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ REQUEST_BYTES_MAX = 4 << 20
 
 EVENT_BYTES_MAX = 16 << 20
 CONNECT_TIMEOUT_S = 2.0
+WORKING_S = 5.0
+SILENCE_S = 30.0
+"""A node says every WORKING_S that it works; one that says nothing for so long is given up."""
 
 
 class NodeUnreachableError(TransportError):
@@ -44,52 +50,60 @@ class NodeUnreachableError(TransportError):
 
 
 def request(
-    directory: Path, name: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+    directory: Path, name: str, body: Mapping[str, Any], *, timeout_s: float = SILENCE_S
 ) -> Iterator[dict[str, Any]]:
     """Sends `body` to the local node `name` and yields its events, `done` last. Closing the iterator cancels the
     request.
 
-    `timeout_s` bounds the wait for each event (None: as long as the node lives). Raises UsageError for a name that does
+    `timeout_s` bounds the wait for each sign of life. Raises UsageError for a name that does
     not run (listing those that do), NodeUnreachableError, and whatever the node answered as an error.
     """
     path = find_socket(directory, name)
+    within_s = CONNECT_TIMEOUT_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.settimeout(within_s)
         try:
             connection.connect(os.fspath(path))
-            connection.settimeout(timeout_s)
+            within_s = timeout_s
+            connection.settimeout(within_s)
             connection.sendall(_request_line(body))
             with connection.makefile("rb") as lines:
                 while True:
                     event = _event(name, lines.readline(EVENT_BYTES_MAX))
+                    if event["event"] == "working":
+                        continue
                     yield event
                     if event["event"] == "done":
                         return
         except TimeoutError as error:
-            raise _no_answer(name, timeout_s) from error
+            raise _no_answer(name, within_s) from error
         except OSError as error:
             raise _lost(name, error) from error
 
 
 async def request_async(
-    directory: Path, name: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+    directory: Path, name: str, body: Mapping[str, Any], *, timeout_s: float = SILENCE_S
 ) -> AsyncIterator[dict[str, Any]]:
     """`request` for an event loop. Leaving the loop over it early needs `aclose()` to cancel at once."""
     path = find_socket(directory, name)
+    within_s = CONNECT_TIMEOUT_S
     try:
         opening = asyncio.open_unix_connection(path, limit=EVENT_BYTES_MAX)
-        reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
+        reader, writer = await asyncio.wait_for(opening, within_s)
+        within_s = timeout_s
         try:
             writer.write(_request_line(body))
             while True:
-                event = _event(name, await asyncio.wait_for(reader.readline(), timeout_s))
+                event = _event(name, await asyncio.wait_for(reader.readline(), within_s))
+                if event["event"] == "working":
+                    continue
                 yield event
                 if event["event"] == "done":
                     return
         finally:
             writer.close()
     except (TimeoutError, asyncio.TimeoutError) as error:
-        raise _no_answer(name, timeout_s) from error
+        raise _no_answer(name, within_s) from error
     except OSError as error:
         raise _lost(name, error) from error
 
@@ -127,8 +141,7 @@ def _event(name: str, line: bytes) -> dict[str, Any]:
     raise InternalError(f"node {name!r}: {event['message']}")
 
 
-def _no_answer(name: str, timeout_s: float | None) -> NodeUnreachableError:
-    waited_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
+def _no_answer(name: str, waited_s: float) -> NodeUnreachableError:
     return NodeUnreachableError(f"node {name!r} did not answer within {waited_s:g} s: it is frozen or overloaded")
 
 

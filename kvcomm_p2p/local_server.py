@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_p2p.errors import KVCommError, TransportError, UsageError
-from kvcomm_p2p.local_api import REQUEST_BYTES_MAX
+from kvcomm_p2p.local_api import REQUEST_BYTES_MAX, WORKING_S
 from kvcomm_p2p.local_names import NameClaim
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class LocalServer:
             work = asyncio.create_task(self._run(request, writer))
             gone = asyncio.create_task(_until_closed(reader))
             try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                while not (await asyncio.wait({work, gone}, timeout=WORKING_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    await _send(writer, {"event": "working"})
             finally:
                 gone.cancel()
                 if not work.done():

@@ -193,6 +193,28 @@ def test_stop_is_answered_and_announced(fake_agent: ModuleType, runtime_dir: Pat
     asyncio.run(run())
 
 
+def test_a_node_that_works_says_so_and_the_client_goes_on_waiting(
+    fake_agent: ModuleType, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcomm_p2p.local_server.WORKING_S", 0.01)
+
+    async def run() -> None:
+        async with served(fake_agent, runtime_dir) as (_, server):
+            reader, writer = await asyncio.open_unix_connection(server._claim.socket)
+            writer.write(json.dumps(ask("SLOW one two three")).encode() + b"\n")
+            told = [json.loads(line)["event"] async for line in reader]
+            writer.close()
+            assert "working" in told and told[-1] == "done"
+            events = [e async for e in request_async(runtime_dir, "planner", ask("SLOW one two three"), timeout_s=5)]
+            assert {event["event"] for event in events} == {"text", "done"}
+            answers = await asyncio.to_thread(
+                lambda: list(request(runtime_dir, "planner", ask("SLOW one two three"), timeout_s=5))
+            )
+            assert answers == events
+
+    asyncio.run(run())
+
+
 def test_a_silent_node_does_not_hold_the_client(runtime_dir: Path) -> None:
     claim = claim_name(runtime_dir, "planner")
     with socket.socket(socket.AF_UNIX) as listener:
