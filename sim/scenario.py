@@ -311,7 +311,10 @@ def check_scenario(written: Mapping[str, Any]) -> Scenario:
     for _, _, ablation in scenario.runs():
         scenario.node_config(ablation)
     if scenario.warmup_s >= scenario.duration_s:
-        raise ConfigError("warmup_s must be below duration_s, or nothing would be counted")
+        told = f"warmup_s = {scenario.warmup_s:g} must be below duration_s = {scenario.duration_s:g}"
+        raise ConfigError(f"{told}, or nothing would be counted")
+    if scenario.herd.times and "peers" not in scenario.fabrics:
+        raise ConfigError("herd is of the fabric peers: add peers to fabrics, or set herd.times = 0")
     return scenario
 
 

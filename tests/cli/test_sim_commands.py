@@ -136,6 +136,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["run", "sixteen", "--set", "costs=gpu.json"], "gpu.json"),
     (["run", "sixteen", "--set", "profile=gpt"], "no profile is shipped"),
     (["run", "sixteen", "--fabric", "peer"], "did you mean peers?"),
+    (["run", "herd", "--fabric", "own"], "herd is of the fabric peers"),
+    (["run", "sixteen", "--set", "warmup_s=1000"], "warmup_s = 1000 must be below duration_s"),
     (["run", "churn", "--set", "duration_s=15", "--set", "warmup_s=1"], "is never"),
     (["run", "sixteen", "--save", "."], "cannot be written"),
     (["run", "sixteen", "--report", "tiny.toml/page.html"], "cannot be made"),
