@@ -65,10 +65,10 @@ CORES_WAN = growing-cores --set network.inside=wan
 POOL = --fabric own --fabric central
 sim-sweeps: $(READY)
 	$(SIM_SWEEP) $(CORES_WAN) --over agents=8,16,32,64 --repeats 2 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-wan.json
-	$(SIM_SWEEP) growing-cores --over agents=64,128 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-lan.json
+	$(SIM_SWEEP) growing-cores --over agents=64,128,192,256 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-lan.json
 	$(SIM_SWEEP) thousand --over agents=16,128 --over network.loss=0,0.1 --set duration_s=10 --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-news.json
-	$(SIM_SWEEP) growing --over agents=16,32,64 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-gpu.json
+	$(SIM_SWEEP) growing --over agents=16,32,64,128,192,256 $(POOL) --into build/sim --save $(SIM_RESULTS)/sim-sweep-gpu.json
 	$(SIM_SWEEP) $(CORES_WAN) --over agents=64 --over central.interfaces=2,4 $(POOL) --into build/sim \
 		--save $(SIM_RESULTS)/sim-sweep-wan-interfaces.json
 	$(SIM_SWEEP) $(CORES_WAN) --over agents=32 --over central.lock_s=0.00005,0.001 $(POOL) --into build/sim \
