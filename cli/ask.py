@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvcomm_p2p.cli.output import duration, emit, size, stderr, write_text
 from kvcomm_p2p.cli.texts import check_filled, read_file
 from kvcomm_p2p.errors import UsageError
 from kvcomm_p2p.local_api import request
+from kvcomm_p2p.report import tokens_by_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,7 @@ def run_ask(directory: Path, name: str, question: Question, *, as_json: bool) ->
 def account(reply: Mapping[str, Any], own_name: str) -> list[str]:
     """Where the prompt's tokens came from and what it cost, in one line; a second one if something went wrong."""
     report = reply["report"]
-    tokens: Counter[str] = Counter()
-    for span in report["spans"]:
-        if span["source"]:
-            tokens[span["source"]] += span["end"] - span["start"] - span["probes"]
+    tokens = tokens_by_source(report["spans"])
     parts = [f"{count:,} from {source}" for source, count in tokens.most_common() if source != own_name]
     if tokens[own_name]:
         parts.append(f"{tokens[own_name]:,} from its own cache")

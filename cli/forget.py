@@ -73,8 +73,8 @@ def run_forget(directory: Path, node: str, what: str, everywhere: bool, as_json:
     if not everywhere:
         told = "what peers hold stays: --everywhere erases that as well"
     elif forgotten["told"]:
-        who = "1 member was" if forgotten["told"] == 1 else f"{forgotten['told']:,} members were"
-        told = f"{who} told to do the same, and will tell those that come later"
+        members = counted(forgotten["told"], "member was", "members were")
+        told = f"{members} told to do the same, and will tell those that come later"
     else:
         told = "nobody else is there to be told; members that come later will be"
     stdout().print(f"{here}; {told}", markup=False, soft_wrap=True)

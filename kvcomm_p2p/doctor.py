@@ -326,7 +326,7 @@ def _prompt(node: Node, report: Mapping[str, Any] | None) -> _Found:
         yield "problem", text, fix, ""
     blocked = _blocked(report)
     for name, (reason, detail) in blocked.items():
-        level: Level = "problem" if not reused and reason not in BY_CHOICE and reason in REMEDIES else "note"
+        level: Level = "note" if reused or reason in BY_CHOICE else "problem"
         yield level, f"{reason}: {detail}" if detail else reason, REMEDIES.get(reason, ""), name
     if reused:
         return

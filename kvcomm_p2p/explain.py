@@ -84,7 +84,9 @@ def explained(report: PrefillReport, own_name: str = "") -> tuple[Table, ...]:
 
 def _summary(report: PrefillReport) -> Table:
     what = "plan" if report.planned_only else "last request"
-    return Table(f"{what}: {_tokens(report.prompt_tokens)} in {report.mode} mode", (), tuple(_summary_rows(report)))
+    return Table(
+        f"{what}: {counted(report.prompt_tokens, 'token')} in {report.mode} mode", (), tuple(_summary_rows(report))
+    )
 
 
 def _summary_rows(report: PrefillReport) -> Iterator[tuple[str, str]]:
@@ -98,7 +100,7 @@ def _summary_rows(report: PrefillReport) -> Iterator[tuple[str, str]]:
     }
     yield "tokens", ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     share = report.covered_tokens / report.prompt_tokens
-    yield "covered", f"{_tokens(report.covered_tokens)} ({share:.0%}) stand in some donor's KV, used or not"
+    yield "covered", f"{counted(report.covered_tokens, 'token')} ({share:.0%}) stand in some donor's KV, used or not"
     yield "divergence", _divergence(report)
     if report.exact_only:
         yield "exact only", report.exact_only
@@ -108,7 +110,7 @@ def _summary_rows(report: PrefillReport) -> Iterator[tuple[str, str]]:
         return
     outcome = f"next token's logits after {duration(report.timings.total_s)}"
     if report.pulled_bytes:
-        outcome += f"; {_tokens(report.pulled_tokens)} ({size(report.pulled_bytes)}) pulled"
+        outcome += f"; {counted(report.pulled_tokens, 'token')} ({size(report.pulled_bytes)}) pulled"
     if report.wait_lost_s:
         outcome += f"; {duration(report.wait_lost_s)} lost waiting for peers"
     yield "outcome", outcome
@@ -158,7 +160,7 @@ def _run(number: int, run: RunReport, own_name: str, remark: str) -> Table:
     why = f"this copy was computed behind {behind} (likeness {run.likeness:.2f})"
     why += ", repaired once already; " if run.hops else "; "
     why += "no other copy is known" if not run.others else "others were worth less (see below)"
-    repair = f"{_tokens(run.head_tokens)} of head and {counted(run.probes, 'probe')} are computed"
+    repair = f"{counted(run.head_tokens, 'token')} of head and {counted(run.probes, 'probe')} are computed"
     if run.shift:
         repair += "; what the probes show corrects the rest"
     if run.memory:
@@ -223,10 +225,6 @@ def _timings(report: PrefillReport) -> Table:
     return Table("time (phases overlap)", (), tuple(rows))
 
 
-def _tokens(count: int) -> str:
-    return counted(count, "token")
-
-
 def _range(start: int, end: int) -> str:
     """Half-open, as everywhere in reports."""
     return f"{start:,}–{end:,}"
@@ -245,7 +243,7 @@ def _ids(anchors: Sequence[str]) -> str:
 def _moved(positions: int) -> str:
     if not positions:
         return "not at all"
-    return f"by {_tokens(abs(positions))} towards the {'end' if positions > 0 else 'beginning'}"
+    return f"by {counted(abs(positions), 'token')} towards the {'end' if positions > 0 else 'beginning'}"
 
 
 def _kl(nats: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -157,9 +158,14 @@ class PrefillReport:
 
     @property
     def sources(self) -> dict[str, int]:
-        """Agent name -> tokens that came from it and were not computed all the same."""
-        tokens: dict[str, int] = {}
-        for span in self.spans:
-            if span.source:
-                tokens[span.source] = tokens.get(span.source, 0) + span.end - span.start - span.probes
-        return tokens
+        """See `tokens_by_source`."""
+        return dict(tokens_by_source(map(asdict, self.spans)))
+
+
+def tokens_by_source(spans: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Agent name -> prompt tokens that came from it and were not computed all the same. `spans`: those of `as_dict`."""
+    tokens: Counter[str] = Counter()
+    for span in spans:
+        if span["source"]:
+            tokens[span["source"]] += span["end"] - span["start"] - span["probes"]
+    return tokens

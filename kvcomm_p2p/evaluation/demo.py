@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcomm_p2p.evaluation.documents import chat, topic_text
 from kvcomm_p2p.evaluation.nodes import NodeGroup
 from kvcomm_p2p.evaluation.results import Result, Row
+from kvcomm_p2p.report import tokens_by_source
 from kvcomm_p2p.settings import Settings
 
 if TYPE_CHECKING:
@@ -64,11 +65,7 @@ class Turn:
     @property
     def taken(self) -> Counter[str]:
         """Name of an agent -> prompt tokens that were taken over from it and not computed all the same."""
-        tokens: Counter[str] = Counter()
-        for span in self.report["spans"]:
-            if span["source"]:
-                tokens[span["source"]] += span["end"] - span["start"] - span["probes"]
-        return tokens
+        return tokens_by_source(self.report["spans"])
 
     @property
     def sooner(self) -> float | None:

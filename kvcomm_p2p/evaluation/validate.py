@@ -39,6 +39,7 @@ EXPONENT = 1.0
 ANSWER_TOKENS = 24
 GREETING_TOKENS = 1000
 """As long as two documents: memory for a prompt is fetched from the system when it is longer than all before."""
+
 PAUSE_S = 1.5
 """Between the end of a publication and the next prompt: who is asked next has heard of it, by all that is measured."""
 
